@@ -1,4 +1,4 @@
-"""One tuned key: which value is best, whether worse ones lie on both sides of it, and the parabola through them."""
+"""The tuning of one key: its best value, worse values on both sides, and the parabola through them."""
 
 from __future__ import annotations
 
@@ -11,28 +11,25 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtrit
 
-# Which values were tried, and when the search ended, depended on their losses. Where the noise is not shared by the
-# values of a seed, intervals from sigma itself then hold the optimum in 90 of 100 searches instead of 95.
+# Widens the noise. The losses decided which values were tried and when the search ended. If the values of a seed share
+# no noise, intervals from sigma itself would hold the optimum in 90 of 100 searches instead of 95.
 CHOSEN = 1.15
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """The result of tuning one key, all else equal.
+    """The tuning of one key, all else equal. None if unknown: a parabola needs a bracket and three finite losses."""
 
-    Everything but `state` is None where it is not known: the parabola needs a bracket and three finite losses.
-    """
-
-    state: str  # "bracketed"; "edge": the best value may lie outside, so this is untuned; "not tried": one value only
+    state: str  # "bracketed"; "edge": untuned, the optimum may lie outside the tried values; "not tried": one value
     best: Any = None  # the tried value with the lowest mean loss over its seeds
     optimum: float | None = None  # vertex of the parabola in log value
-    low: float | None = None  # the optimum's interval, within the values that were tried
+    low: float | None = None  # interval of the optimum, within the tried values
     high: float | None = None
-    price_of_two: float | None = None  # loss of a value that is off by a factor of two, less the optimum's
+    price_of_two: float | None = None  # loss at twice or half the optimum, less the loss at the optimum
 
     @property
     def price_of_grid(self) -> float | None:
-        """The parabola's loss at the best value, less that at the optimum: what values between those tried may gain."""
+        """The parabola's loss at the best value less its loss at the optimum: the possible gain of a finer grid."""
         if self.best is None or self.optimum is None or self.price_of_two is None:
             return None
         return float(self.price_of_two * math.log2(self.best / self.optimum) ** 2)
@@ -49,13 +46,12 @@ def analyse(
     confidence: float = 0.95,
     degrees: float = math.inf,
 ) -> Tuning:
-    """Judges the runs of one key, of which value, end loss (None: failed, which is worse than any loss) and seed are
-    given. complete: only a value with as many seeds as any has can be the best.
+    """Judges the runs of one key, given by value, end loss and seed. A failed run has the loss None, worse than any.
 
-    sigma: standard deviation between seeds of the end loss, known with so many `degrees` of freedom; with 0, as with
-    one seed, the interval is unknown. Another value is worse if its mean loss is higher than the best's by more than
-    sigma; where seeds are given, over the seeds that both have, too. listed: no other values are allowed, so that lying
-    inside is enough.
+    sigma: standard deviation of the end loss between seeds, with `degrees` degrees of freedom. With 0, as for one seed,
+    the interval is unknown. A value is worse than the best if its mean loss is higher by more than sigma, with `seeds`
+    also over the shared seeds. complete: only values with the most seeds can be the best. listed: no other values are
+    allowed, so the best only has to lie inside.
     """
     line = Line(values, losses, seeds, complete)
     tried, best = line.values, line.best
@@ -64,9 +60,9 @@ def analyse(
     if best is None:
         return Tuning("edge")
     if not all(is_number(value) for value in tried):
-        return Tuning("bracketed", best)  # names and switches have no order, hence no edge
+        return Tuning("bracketed", best)  # names and switches have no order and so no edge
     below, above = line.worse(0.0 if listed else sigma, or_equal=listed)
-    if not (below or best == 0) or not above:  # nothing lies below 0
+    if not (below or best == 0) or not above:  # no value is below 0
         return Tuning("edge", best)
     if not below or min(tried) <= 0:
         return Tuning("bracketed", best)
@@ -81,7 +77,7 @@ def analyse(
 
 
 class Line:
-    """The runs of one key by its value. A value of which a seed has failed has an infinite mean."""
+    """The runs of one key by its value. A value with a failed seed has an infinite mean."""
 
     def __init__(
         self,
@@ -90,12 +86,10 @@ class Line:
         seeds: Sequence[int] | None = None,
         complete: bool = False,
     ) -> None:
-        if not len(values) == len(losses) == len(losses if seeds is None else seeds):
-            raise ValueError(f"{len(values)} values, {len(losses)} losses and {seeds} seeds are not of the same runs")
         self._runs: dict[Any, list[tuple[int | None, float]]] = {}
-        for number, (value, loss) in enumerate(zip(values, losses, strict=True)):
+        for value, loss, seed in zip(values, losses, seeds or [None] * len(losses), strict=True):
             finite = math.inf if loss is None or not math.isfinite(loss) else float(loss)
-            self._runs.setdefault(value, []).append((None if seeds is None else seeds[number], finite))
+            self._runs.setdefault(value, []).append((seed, finite))
         is_ordered = all(is_number(value) for value in self._runs)
         self.values = sorted(self._runs) if is_ordered else list(self._runs)
         finite_values = [value for value in self.values if math.isfinite(self.mean(value))]
@@ -110,17 +104,17 @@ class Line:
         return len(self._runs[value])
 
     def worse(self, sigma: float, or_equal: bool = False) -> tuple[list[Any], list[Any]]:
-        """The values below and above the best one that are worse than it by more than sigma."""
+        """The values below and above the best value, worse by more than sigma."""
         worse = [
             v for v in self.values if v != self.best and (self._gap(v) > sigma or (or_equal and self._gap(v) >= 0))
         ]
         return [value for value in worse if value < self.best], [value for value in worse if value > self.best]
 
     def _gap(self, value: Any) -> float:
-        """How much worse a value is than the best: by means, and by the seeds that both have, the smaller of the two.
+        """The loss of a value less the best's: by means, or over shared seeds, the smaller of the two.
 
-        The mean alone would mistake a hard first seed, the only one that most values have, for a bad value. The shared
-        seeds alone would trust the luck by which the best became the best.
+        Most values have the first seed alone. If this seed is hard, the means alone would call them bad. The shared
+        seeds alone would trust the luck of the best.
         """
         gap = self.mean(value) - self.mean(self.best)
         of_best = {seed: loss for seed, loss in self._runs[self.best] if seed is not None}
@@ -129,17 +123,17 @@ class Line:
 
 
 def _vertex(line: Line, left: Any, right: Any, noise: float) -> tuple[float, float, float, float] | None:
-    """Optimum, its interval's ends, and the second derivative's half in log value; None without a parabola.
+    """Optimum, both ends of its interval, and c; None without a parabola.
 
     Weighted least squares of a + b x + c x², x = ln(value / best), through the values from `left` to `right`. The
-    interval has every x at which the slope b + 2 c x does not differ from 0 (Fieller's theorem). noise: the half width
-    of the interval of one loss.
+    interval is every x whose slope b + 2 c x does not differ from 0 (Fieller's theorem). noise: half the width of the
+    interval of one loss.
     """
     best = line.best
     inside = [value for value in line.values if left <= value <= right]
     nearest = [max(v for v in inside if v < best), best, min(v for v in inside if v > best)]
     ends = math.log(left / best), math.log(right / best)
-    for window in (inside, nearest):  # of many values, which an odd one may bend upwards; of three, which it cannot
+    for window in (inside, nearest):  # an odd one among many values may bend the parabola; three cannot be bent
         means = np.array([line.mean(value) for value in window])
         if not np.isfinite(means).all():
             continue

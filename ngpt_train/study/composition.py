@@ -1,4 +1,4 @@
-"""The runs of a study as `train` gets them: arguments, and the configurations that they stand for."""
+"""The runs of a study for `train`: arguments and configurations."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _MANY_STEPS = 1_000_000_000
 
 
 def check_text(config: Config) -> None:
-    """Raises DataError where the files of data=local, which runs would read, are not on this machine."""
-    from ngpt_train.data.sources.local_files import list_files  # a mistake in the configuration need not wait for it
+    """Raises DataError if the files of data=local are not on this machine."""
+    from ngpt_train.data.sources.local_files import list_files  # slow to import, and mistakes are reported at once
 
     for name, path in (("data.path", config.data.path), ("data.val_files", config.data.val_files)):
         if config.data.kind == "local" and path is not None:
@@ -28,11 +28,11 @@ def check_text(config: Config) -> None:
 
 
 class Runs:
-    """Arguments and configurations of the points of a study. All methods raise ConfigError."""
+    """Arguments and configurations of a study's points. All methods raise ConfigError."""
 
     def __init__(self, study: Study) -> None:
         self.study = study
-        # Composing takes some 50 ms, and the loop over points asks again and again.
+        # Composing takes some 50 ms, and each turn of the loop asks again.
         self.steps = cache(self._steps)
         self.config = cache(self._config)
         self.start = cache(self._start)
@@ -41,7 +41,7 @@ class Runs:
         return self.study.runs / point.directory
 
     def arguments(self, point: Point) -> tuple[str, ...]:
-        """The arguments of `train` for the point, each key once."""
+        """The arguments of `train`, each key once."""
         study = self.study
         words = ",".join(f"'{word}'" for word in (point.arm, f"budget {point.budget}", f"seed {point.seed}"))
         return merged(
@@ -53,7 +53,7 @@ class Runs:
         )
 
     def first_point(self, arm: str, budget: int) -> Point:
-        """A point of the arm at a budget, with the recipe's learning rate and the first value of each further key."""
+        """The point with the recipe's learning rate, the first value of each further key, and the first seed."""
         further = {key: tuned.values[0] for key, tuned in self.study.tune.items() if key != LR}
         values = {LR: self.start(arm, budget), **further}
         return Point(arm, budget, tuple(sorted(values.items())), self.study.seeds[0])
@@ -79,13 +79,13 @@ class Runs:
         return load_config(self.arguments(point), self.study.config_dir, world_size=1)
 
     def _start(self, arm: str, budget: int) -> float:
-        """The learning rate of the arm's recipe for runs of this budget."""
+        """The learning rate of the arm's recipe at this budget."""
         arguments = [*self._of_arm(arm), f"train.steps={self.steps(arm, budget)}"]
         return float(load_config(arguments, self.study.config_dir, world_size=1).optim.lr)
 
     def _steps(self, arm: str, budget: int) -> int:
-        """Steps that have `budget` tokens, rounded to whole ones."""
-        # So many steps that no warmup is too long for them: whether it is too long for the budget's is checked later.
+        """Steps of `budget` tokens, rounded to whole steps."""
+        # No warmup is too long for this many steps. `config` checks it against the real number.
         arguments = [*self._of_arm(arm), f"train.steps={_MANY_STEPS}"]
         config = load_config(arguments, self.study.config_dir, world_size=1)
         tokens = config.train.rows_per_step * config.model.context

@@ -1,4 +1,4 @@
-"""The cost of a study: runs, tokens, FLOPs by the formulas of `plan`, and hours by a step that is measured here."""
+"""The cost of a study: runs, tokens, FLOPs by the formulas of `plan`, and hours by a step timed here."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from ngpt_train.study.composition import Runs
 from ngpt_train.study.definition import LR, Study
 from ngpt_train.study.points import DONE, NextPoints, Point, Result
 
-MEASURE_SECONDS = 300.0  # for all arms; what is not measured then has no hours
-TOKENS = 16_384  # most of a micro batch, as train.micro_rows=auto
+MEASURE_SECONDS = 300.0  # for all arms; arms not timed by then have no hours
+TOKENS = 16_384  # of a micro batch at most, as with train.micro_rows=auto
 _ROUNDS = 3
-_MOST_FLOPS = {"cpu": 1e12, "cuda": 1e15}  # of a step that is measured: rows are left out until it is so cheap
-_HARD_FLOPS = {"cpu": 2e13, "cuda": 1e17}  # a single row of more is not measured
+_MOST_FLOPS = {"cpu": 1e12, "cuda": 1e15}  # of a timed step, which has as many rows as fit
+_HARD_FLOPS = {"cpu": 2e13, "cuda": 1e17}  # of a timed row; a model above is not timed
 
 
 @dataclass(frozen=True)
 class ArmSize:
-    """n_params, FLOPs per token (forward and backward) and, where it was measured, seconds per token of an arm."""
+    """The size of an arm's model, and its seconds per token if it was timed."""
 
     n_params: int
-    flops_per_token: int
+    flops_per_token: int  # forward and backward
     seconds_per_token: float | None
-    why_not: str  # not measured
+    why_not: str  # the reason why it was not timed
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Cost:
 
 
 def costs(study: Study, runs: Runs, next_points: NextPoints, sizes: Mapping[str, ArmSize]) -> list[Cost]:
-    """The lines of the table. How many runs tuning takes is found by a rehearsal with made-up losses."""
+    """The lines of the table. A rehearsal with made-up losses counts the runs of the tuning."""
     expected = rehearsal(study, runs.start, next_points, lambda octaves: octaves**2)
     most = rehearsal(study, runs.start, next_points, lambda octaves: -octaves)
     lines = []
@@ -76,7 +76,8 @@ def rehearsal(
     next_points: NextPoints,
     loss_of: Callable[[float], float],
 ) -> Counter[tuple[str, int]]:
-    """How many runs each arm has at each budget if losses depend so on the octaves between lr and the recipe's."""
+    """The number of runs by (arm, budget), if losses depend like `loss_of` on the octaves between lr and the recipe's
+    lr."""
     results: dict[Point, Result] = {}
     while wanted := next_points(study, starts, results):
         for point in wanted:
@@ -91,9 +92,9 @@ def rehearsal(
 
 
 def measure(configs: Mapping[str, Config], threads: int, here: bool = True) -> dict[str, ArmSize]:
-    """Sizes of the arms, and their seconds per token, measured one after the other in a process of its own.
+    """The sizes of the arms, timed one after the other in a separate process.
 
-    configs: by arm. threads: of a run. here: False where the runs go to other machines; then nothing is measured.
+    configs: by arm. threads: of a run. here: False if the runs go to other machines; then nothing is timed.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -117,7 +118,7 @@ def measure(configs: Mapping[str, Config], threads: int, here: bool = True) -> d
 
 
 def _measure(configs: Mapping[str, Config], threads: int, here: bool, answers: Connection) -> None:
-    """In a process of its own: first the sizes of all arms, then those with times, each as soon as it is known."""
+    """The separate process: sends the sizes of all arms, then each size again with its time."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     end_with_parent()
     import torch
@@ -148,7 +149,7 @@ def _measure(configs: Mapping[str, Config], threads: int, here: bool, answers: C
 
 
 def _measured(config: Config, size: ArmSize) -> ArmSize:
-    """`size` with the seconds per token of a step of as many rows as a micro batch has, or fewer."""
+    """`size` with the seconds per token of a step of one micro batch."""
     from ngpt_train.distributed.world import resolve_device
     from ngpt_train.study.random_steps import steps_of
     from ngpt_train.training.state import build_state
@@ -170,7 +171,7 @@ def _measured(config: Config, size: ArmSize) -> ArmSize:
 
 
 def table(study: Study, lines: Sequence[Cost], sizes: Mapping[str, ArmSize], jobs: int) -> str:
-    """The table of `study.dry_run`, which each start prints."""
+    """The table of costs, which each start prints."""
     rows = [("arm", "parameters", "tokens", "steps", "runs", "tokens of all", "FLOPs", "hours of one", "hours")]
     for line in lines:
         hours = None if line.hours is None else line.hours * line.runs
@@ -221,7 +222,7 @@ def table(study: Study, lines: Sequence[Cost], sizes: Mapping[str, ArmSize], job
 
 
 def free_memory(meminfo: Path = Path("/proc/meminfo")) -> float:
-    """Bytes that programs can still take; infinite where that is not known."""
+    """Free bytes of memory; infinite if unknown."""
     try:
         lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
         return 1024.0 * int(lines["MemAvailable"].split()[0])

@@ -1,6 +1,6 @@
 """The definition of a study: arms, budgets, seeds and tuned keys, from the section `study` of the configuration.
 
-Nothing heavy is imported here, so that a mistake is reported at once.
+No heavy import stands here, so mistakes are reported at once.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ngpt_train.core.secrets import command_of
 Value = float | int | str | bool | None  # of a tuned key
 
 LR = "optim.lr"
-SAME_BUDGET = 0.02  # budgets so near each other are one, as rounding to whole steps leaves them
-# What the study decides for each run, and why nobody else can.
+SAME_BUDGET = 0.02  # budgets within this share are one: rounding to whole steps moves them apart
+# Keys that the study sets for each run, each with the reason.
 _DECIDED = {
     "run.name": "the study names its runs",
     "run.root": "the runs are in the study's directory; study.root sets where that is",
@@ -42,7 +42,7 @@ _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 @dataclass(frozen=True)
 class Tuned:
-    """How a key is tuned: in factors around the recipe's value, or among given values."""
+    """The search for a key's value: by a factor around the recipe's value, or among listed values."""
 
     factor: float | None = None
     values: tuple[Value, ...] = ()
@@ -50,7 +50,7 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Study:
-    """A comparison of arms. Arms and `shared` are arguments as `train` takes them."""
+    """A comparison of arms. Arms and `shared` are arguments of `train`."""
 
     name: str
     root: Path
@@ -62,9 +62,9 @@ class Study:
     seeds: tuple[int, ...]
     metric: str = "loss"  # or bits_per_byte
     confidence: float = 0.95
-    max_points: int = 9  # most values of a key that an arm tries at a budget
-    options: tuple[str, ...] = ()  # --config-dir DIR, --plugin DIR: how the study was started, and its runs are
-    command: str = ""  # that started it
+    max_points: int = 9  # values of a key at most, for an arm and budget
+    options: tuple[str, ...] = ()  # --config-dir DIR, --plugin DIR: of the study and of its runs
+    command: str = ""  # the command that started the study
 
     @property
     def path(self) -> Path:
@@ -81,28 +81,27 @@ class Study:
 
 
 def config_dir_of(options: Sequence[str]) -> str | None:
-    """The directory that options of a command line give, as `--config-dir DIR`."""
+    """The directory in `--config-dir DIR`."""
     found = [value for option, value in pairwise(options) if option == "--config-dir"]
     return found[-1] if found else None
 
 
 def name_of(argument: str) -> str:
-    """The group or key that an argument sets."""
+    """The group or key in an argument."""
     return argument.partition("=")[0].strip()
 
 
 def merged(*lists: Iterable[str]) -> tuple[str, ...]:
-    """The arguments of all lists, in order; of those that set the same key the last one."""
+    """The arguments of all lists, in order; the last one for each key."""
     return tuple({name_of(argument): argument for some in lists for argument in some}.values())
 
 
 def read_study(
     config: StudyConfig, arguments: Sequence[str], options: Sequence[str] = (), verb: str = "study"
 ) -> Study:
-    """The study of the section `config`, started by `verb` with the command line's `arguments` and `options`. Raises
-    ConfigError.
+    """The study of the section `config`, started by `verb` with these `arguments` and `options`. Raises ConfigError.
 
-    Which values the keys take is checked where the arms' configurations are composed, in `points.py`.
+    `composition.py` checks the values of the keys later, when it composes the arms' configurations.
     """
     groups = Files(config_dir_of(options)).options
     chosen = next((a.partition("=")[2].strip() for a in arguments if name_of(a) == "study"), "null")
@@ -145,7 +144,7 @@ def read_study(
 
 
 def _row(content: Any, groups: Mapping[str, Sequence[str]], place: str) -> tuple[str, ...]:
-    """A mapping of groups to options and keys to values, as arguments. Raises ConfigError."""
+    """A mapping of groups to options and of keys to values, as arguments. Raises ConfigError."""
     said = parse_row(content, groups, place)
     row = tuple(f"{name}={show(value)}" for name, value in {**said.choices, **said.values}.items())
     for argument in filter(is_of_study, row):
@@ -154,7 +153,7 @@ def _row(content: Any, groups: Mapping[str, Sequence[str]], place: str) -> tuple
 
 
 def _tuned(table: Mapping[str, Any]) -> dict[str, Tuned]:
-    """`study.tune`, optim.lr first, which is always tuned. Raises ConfigError."""
+    """`study.tune`. optim.lr comes first and is always tuned. Raises ConfigError."""
     tuned = {LR: Tuned(factor=float(table.get(LR, 2.0)))}
     keys = all_keys()
     for name, values in table.items():
@@ -178,7 +177,7 @@ def text_of(value: Value) -> str:
 
 
 def _check_decided(given: Sequence[str], arms: Mapping[str, Sequence[str]], tune: Mapping[str, Tuned]) -> None:
-    """Raises ConfigError for an argument of the command line that the study decides, or its arms, or its tuning."""
+    """Raises ConfigError for an argument whose key the study, its arms or its tuning set."""
     for argument in given:
         name = name_of(argument)
         if why := _DECIDED.get(name):

@@ -1,4 +1,4 @@
-"""The definition of a study as a file of its directory, `study.yaml`, and what a study may change that has begun."""
+"""study.yaml, the definition of a study in its directory, and the changes allowed to a study that has begun."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _LEFT_BY_A_KILLED_START = ("lock", f".{FILE}.partial")
 
 
 def write_study(study: Study) -> None:
-    """Writes study.yaml, which others read; complete or not at all."""
+    """Writes study.yaml."""
     study.path.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(redacted(_tree(study)), sort_keys=False, allow_unicode=True)
     write_atomically(study.path / FILE, text.encode())
 
 
 def read_stored(directory: Path) -> Study:
-    """The study of a directory. Raises DataError where it has no readable study.yaml."""
+    """The study of a directory. Raises DataError if its study.yaml is missing or damaged."""
     path = directory / FILE
     try:
         tree = yaml.safe_load(read_yaml_text(path))
@@ -53,8 +53,8 @@ def read_stored(directory: Path) -> Study:
 
 
 def check_stored(study: Study, runs: Runs) -> None:
-    """Raises ConfigError, with the differences, unless the study's directory is new, or holds this study, or one that
-    it extends: by arms, budgets or seeds, or by more points."""
+    """Raises ConfigError, with the differences, if the study's directory holds another study. This study may have more
+    arms, budgets, seeds and points than the stored one."""
     if not study.path.exists():
         return
     if not (study.path / FILE).exists():
@@ -70,7 +70,7 @@ def check_stored(study: Study, runs: Runs) -> None:
         fix = "or choose another study.name: it shares the runs that stay the same."
         raise DataError(f"{str(error).removesuffix('.')}, {fix}") from None
     if not any(study.runs.glob("*/config.yaml")):
-        return  # its first runs could not begin, as with a wrong data.path
+        return  # the first runs could not begin, with a wrong data.path for example
     lines = [*_changed(stored, study), *_changed_arms(stored, study, runs)]
     if lines:
         fix = "A study that has begun takes more arms, budgets and seeds, and a larger study.max_points. For anything "
@@ -99,7 +99,7 @@ def _changed(stored: Study, study: Study) -> list[str]:
 
 
 def _changed_arms(stored: Study, study: Study, runs: Runs) -> list[str]:
-    """By the configurations of runs, so that an argument which changes no run, such as a layout, may change."""
+    """Compares the configurations of runs: arguments that change no run, such as a layout, may differ."""
     before = Runs(replace(stored, options=study.options))
     lines = []
     for arm in (arm for arm in stored.arms if arm in study.arms):

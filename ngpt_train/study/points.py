@@ -1,4 +1,4 @@
-"""The points of a study: each is a run with a directory, and what has become of it stands there."""
+"""The points of a study. Each is a run; its result is read from the run's directory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ngpt_train.core.recorded import TEXT, Record, checked, read_end, read_recor
 from ngpt_train.study.definition import Study, Value, text_of
 
 DONE, FAILED, UNFINISHED, WAITING = "done", "failed", "unfinished", "waiting"
-FAILURES = "failures"  # directory of a study: a file for each run that crashed too often, FAILURES/<run>.json
-ENDED = "done"  # the reason in exit.json of a run that reached its planned end
+FAILURES = "failures"  # directory of a study with FAILURES/<run>.json for each run that crashed too often
+ENDED = "done"  # the reason in exit.json after the planned end
 DIVERGED = 4  # exit code
 _OUT_OF_MEMORY = "DeviceMemoryError"
-_LONGEST = 180  # characters of a directory's name; a run's name takes 200
+_LONGEST = 180  # characters of a directory's name; a run's name may have 200
 
 
 @dataclass(frozen=True)
 class Point:
-    """A run of a study. values: of each tuned key, sorted by key."""
+    """A run of a study. values: (tuned key, value) by key."""
 
     arm: str
     budget: int  # tokens
@@ -43,8 +43,8 @@ class Point:
 class Result:
     """The result of a point.
 
-    state: done; failed, then it has no loss and `reason` says why; unfinished, it has begun; waiting.
-    loss: of the validation at the end, in the study's metric.
+    state: DONE; FAILED for `reason`, without a loss; UNFINISHED, if it has begun; WAITING. loss: of the validation at
+    the end, in the study's metric.
     """
 
     point: Point
@@ -58,15 +58,13 @@ class Result:
         return self.state in (DONE, FAILED)
 
 
-# How tuning is asked: the study, the recipe's learning rate of an arm at a budget, and the results so far.
+# The signature of `tuning.next_points`.
 NextPoints = Callable[[Study, Callable[[str, int], float], Mapping[Point, Result]], list[Point]]
 
 
 def result_of(point: Point, run: Path, steps: int, metric: str) -> Result:
-    """The result of a point with so many steps, from its run directory `run` or from the record of its crashes.
-
-    Raises DataError where a file is damaged.
-    """
+    """The result of a point with `steps` steps, from its run directory `run` or the record of its crashes. Raises
+    DataError for a damaged file."""
     if not (run / "config.yaml").is_file():
         state = WAITING
     else:
@@ -86,17 +84,17 @@ def result_of(point: Point, run: Path, steps: int, metric: str) -> Result:
 
 
 def failure_record(run: Path) -> Path:
-    """The file that says that a run crashed too often; not in its directory, which a run must find as it left it."""
+    """The file for a run that crashed too often. It lies outside of the run's directory, which only the run changes."""
     return run.parent.parent / FAILURES / f"{run.name}.json"
 
 
 def reason_of(record: Path) -> str:
-    """Why a run crashed too often, by the record of its crashes. Raises DataError."""
+    """The reason in the record of a run's crashes. Raises DataError."""
     return str(checked(read_json(record), {"reason": TEXT}, str(record)).get("reason") or "it crashed")
 
 
 def _failure(end: Record) -> str | None:
-    """Why a run that has ended so would only end so again; None where it may go on."""
+    """The reason of a permanent failure; None if the run may be resumed."""
     reason = end["reason"]
     if end["code"] == DIVERGED:
         return f"diverged at step {end['step']}: {reason.partition(': ')[2] or reason}"
@@ -106,7 +104,7 @@ def _failure(end: Record) -> str | None:
 
 
 def _end_loss(run: Path, steps: int, metric: str) -> float | None:
-    """The metric of the validation after the last step; None where there is none. Raises DataError."""
+    """The metric of the validation after the last step; None without one. Raises DataError."""
     try:
         records, _ = read_records(run / "metrics.jsonl", ["eval"])
     except DataError as error:

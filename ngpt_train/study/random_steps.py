@@ -1,4 +1,4 @@
-"""Optimizer steps on random tokens, to be timed: they need no data and no tokenizer."""
+"""Optimizer steps on random tokens, for timing. They need no data and no tokenizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VOCAB_SIZE = 32_000  # the paper's
 
 
 def with_vocabulary(config: Config) -> Config:
-    """`config` with VOCAB_SIZE where model.vocab_size is auto, because there is no tokenizer to ask."""
+    """`config` with VOCAB_SIZE for model.vocab_size=auto, because there is no tokenizer."""
     size = VOCAB_SIZE if config.model.vocab_size == AUTO else config.model.vocab_size
     return replace(config, model=replace(config.model, vocab_size=size))
 
@@ -37,7 +37,7 @@ def tokens_of(state: TrainState) -> list[tuple[Tensor, Tensor]]:
 
 
 def steps_of(state: TrainState) -> Callable[[], float]:
-    """A run that takes one step, on the same tokens each time, and returns the step's tokens over all ranks."""
+    """A function that takes one step, always on the same tokens, and returns the step's tokens over all ranks."""
     micro_batches = tokens_of(state)
 
     def run() -> float:

@@ -1,4 +1,4 @@
-"""Makes the runs of a study: asks the tuning which points are wanted, and hands them to an engine, until none is."""
+"""Makes the runs of a study: asks the tuning for wanted points and gives them to an engine, until none is wanted."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from ngpt_train.study.points import FAILURES, NextPoints, Point, Result, failure
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5
-REFUSED = 2  # exit code of a run whose configuration is wrong
-UNREADABLE = 3  # of one whose data, tokenizer or checkpoint cannot be read
+REFUSED = 2  # exit code: wrong configuration
+UNREADABLE = 3  # exit code: unreadable data, tokenizer or checkpoint
 
 
 class Watcher(Protocol):
-    """Is told how far a study is."""
+    """Shows the progress of a study."""
 
     def update(self, results: Mapping[Point, Result], running: Sequence[Point], waiting: Sequence[Point]) -> None: ...
 
@@ -49,22 +49,22 @@ class Runner:
     next_points: NextPoints
     retries: int
     is_stopping: Callable[[], bool] = lambda: False
-    results: dict[Point, Result] = field(default_factory=dict)  # those that are final
+    results: dict[Point, Result] = field(default_factory=dict)  # final ones
     _attempts: Counter[Point] = field(default_factory=Counter)
     _checked: set[Point] = field(default_factory=set)
     _awaited: set[Point] = field(default_factory=set)  # in use by other processes
-    _points: list[Point] = field(default_factory=list)  # that were wanted when so many results were known:
+    _points: list[Point] = field(default_factory=list)  # the points wanted after `_known` results
     _known: int = -1
 
     def complete(self) -> bool:
-        """Makes all runs that are wanted; False where it was stopped before.
+        """Makes all wanted runs; False if it was stopped before the end.
 
-        Raises ConfigError where a run was refused, or is another run than the study's, and DataError where a new run
-        cannot read its data, after the others have saved.
+        Raises ConfigError if a run was refused or has another configuration, and DataError if a new run cannot read its
+        data. The other runs save first.
         """
         for record in sorted((self.study.path / FAILURES).glob("*.json")):
-            record.unlink()  # what has crashed is tried again
-        for point in self._made():  # what nobody asks for any more, as before more budgets came, has a say too
+            record.unlink()  # crashed runs are tried again
+        for point in self._made():  # also points that a grown study does not ask for any more
             result = result_of(point, self.runs.directory(point), self._steps(point), self.study.metric)
             if result.is_final:
                 self.results[point] = result
@@ -75,7 +75,7 @@ class Runner:
             raise
 
     def _made(self) -> list[Point]:
-        """The points of which the study's directory has a run. Raises DataError where a config.yaml is damaged."""
+        """The points with a run in the study's directory. Raises DataError for a damaged config.yaml."""
         points = []
         for path in sorted(self.study.runs.glob("*/config.yaml")):
             name = path.parent.name
@@ -106,12 +106,12 @@ class Runner:
             ended = self.engine.ended(LOOK_SECONDS)
             for one in ended:
                 self._judge(one)
-            if not held and not ended:  # all that is wanted is in use elsewhere
+            if not held and not ended:  # other processes train all wanted runs
                 time.sleep(LOOK_SECONDS)
 
     def _wanted(self) -> list[Point]:
-        """The points that are wanted and not final, those that are running among them, the shortest runs first: so arms
-        can be compared while the study goes on. Results may change which."""
+        """The wanted points without a result, running or not. Short runs come first, so arms can be compared early.
+        Each new result may change the wanted points."""
         self._look([point for point in self._points if point in self._awaited])
         while self._known != len(self.results):
             self._known = len(self.results)
@@ -122,7 +122,7 @@ class Runner:
         return [point for point in self._points if point not in self.results]
 
     def _look(self, points: Sequence[Point]) -> None:
-        """Takes over what runs that have ended say, which may be those of other studies."""
+        """Takes over the results of ended runs, also of runs shared with other studies."""
         for point in points:
             run = self.runs.directory(point)
             self._share(point, run)
@@ -135,9 +135,9 @@ class Runner:
                 self.results[point] = result
 
     def _share(self, point: Point, run: Path) -> bool:
-        """Makes the run a link to the same run of another study, where there is one and this study has not begun it."""
+        """Makes the run a link to an equal run of another study, unless this study has begun it. True if it did."""
         if run.is_symlink() and not run.exists():
-            run.unlink()  # the study that it led to is gone
+            run.unlink()  # the other study is gone
         if (run / "config.yaml").exists() or self._attempts[point]:
             return False
         other = sharing.find_run(self.study, point, self.runs.config(point), self._steps(point))
@@ -162,7 +162,7 @@ class Runner:
             run = self.runs.directory(point)
             if point in held:
                 continue
-            if self._share(point, run):  # which another study has begun since the last look
+            if self._share(point, run):  # another study has begun it since the last look
                 self._awaited.add(point)
             elif (lock := DirectoryLock(run)).is_taken():
                 if point not in self._awaited:
@@ -186,19 +186,19 @@ class Runner:
             return
         check_whole(run)
         how = ended.how or f"ended with code {ended.code}"
-        if ended.code == REFUSED and DirectoryLock(run).is_taken():  # another study was the first to go on with it
+        if ended.code == REFUSED and DirectoryLock(run).is_taken():  # another study resumed it first
             self._awaited.add(point)
             return
         if ended.code == REFUSED:
             raise ConfigError(f"run {point.directory} was refused: {how.removeprefix('error: ')}")
-        if ended.code == UNREADABLE and not (run / "config.yaml").exists():  # nor will the others find their data
+        if ended.code == UNREADABLE and not (run / "config.yaml").exists():  # the other runs would not find it either
             raise DataError(f"run {point.directory} cannot begin: {how.removeprefix('error: ')}")
         self._attempts[point] += 1
         if self._attempts[point] <= self.retries:
             self.watcher.say(f"{point.directory}: {how}; it is started again")
             return
         reason = f"{how} ({self._attempts[point]} attempts)"
-        self.watcher.say(f"{point.directory}: failed: {reason}")  # first, for a full disk has no room for the record
+        self.watcher.say(f"{point.directory}: failed: {reason}")  # first: a full disk has no room for the record
         record = failure_record(run)
         record.parent.mkdir(exist_ok=True)
         facts = {"arm": point.arm, "budget": point.budget, "seed": point.seed, "values": dict(point.values)}
@@ -215,7 +215,7 @@ class Runner:
 
 
 def check_whole(run: Path) -> None:
-    """Raises DataError where a run directory was deleted while its process trained, which then wrote into it again."""
+    """Raises DataError if a run directory was deleted during its training, which then wrote into it again."""
     if not (run / "config.yaml").exists() and any((run / name).exists() for name in ("checkpoints", "exit.json")):
         raise DataError(
             f"{run} has lost its config.yaml, as if it had been deleted while the run trained. Delete this directory, "

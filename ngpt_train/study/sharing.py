@@ -1,4 +1,4 @@
-"""Which runs are the same: one that was made for a study serves others, and a run that was changed is noticed."""
+"""Equal runs: studies share them by links, and a run with another configuration is noticed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.study.definition import Study
 from ngpt_train.study.points import DONE, WAITING, Point, Result, result_of
 
-# What a resume may change, but what makes another run of it, or another validation.
+# Keys that a resume may change. In a study they make another run, or another validation.
 _COUNT_TOO = (
     *("run.init_from", "train.steps", "train.stop_at", "optim.lr", "schedule.warmup_steps"),
     *("eval.every", "eval.rows", "eval.tokens", "eval.budget", "eval.contexts"),
@@ -27,9 +27,9 @@ Difference = tuple[str, Any, Any]  # name, stored value, new value
 
 
 def differences(stored: Config, new: Config) -> list[Difference]:
-    """The keys by which a run with the config `stored` is another run than one with `new`; both are resolved.
+    """The keys that make runs with these two resolved configs different.
 
-    Left out are its name and place, and what changes neither the run nor its validation: layout, checkpoints, logging.
+    Left out are name and place, and keys without an effect on the run and its validation: layout, checkpoints, logging.
     """
     old_values, new_values = (dict(flatten(redact(to_dict(config)), TABLES)) for config in (stored, new))
     found = {name: (old, value) for name, old, value in what_differs(stored, new)}
@@ -38,8 +38,8 @@ def differences(stored: Config, new: Config) -> list[Difference]:
 
 
 def find_run(study: Study, point: Point, config: Config, steps: int) -> Result | None:
-    """The run below study.root that is the same as the point's, of another study or of another arm of this one; one
-    that has ended, if there is one. None where nobody has it."""
+    """A run of another study below study.root, or of another arm, which is equal to the point's; an ended one if
+    possible. None without such a run."""
     found = []
     for path in sorted(study.root.glob(f"*/runs/*-seed{point.seed}/config.yaml")):
         run = path.parent
@@ -55,8 +55,8 @@ def find_run(study: Study, point: Point, config: Config, steps: int) -> Result |
 
 
 def _is_clearly_another(stored: Config, new: Config) -> bool:
-    """Whether the runs differ in what most runs of a study differ in. `differences`, which says the same and takes
-    milliseconds, would be asked for every pair of a waiting point and a run of any study."""
+    """True if the runs differ in the usual keys. `differences` gives the same answer, but takes milliseconds for each
+    pair of a waiting point and a run of any study."""
     if (stored.train.steps, stored.optim.lr) != (new.train.steps, new.optim.lr):
         return True
     model = replace(new.model, vocab_size=stored.model.vocab_size, init_table=stored.model.init_table)
@@ -64,7 +64,7 @@ def _is_clearly_another(stored: Config, new: Config) -> bool:
 
 
 def link(run: Path, target: Path) -> bool:
-    """Makes `run` a link to the directory `target`; False where something else is there."""
+    """Makes `run` a link to the directory `target`; False if `run` exists."""
     run.parent.mkdir(parents=True, exist_ok=True)
     try:
         run.symlink_to(os.path.relpath(target.resolve(), run.parent.resolve()))

@@ -1,4 +1,4 @@
-"""Which points of a study are to run next, from the results so far: a pure function without a state of its own."""
+"""The next points of a study: a pure function of the results so far."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ from typing import Any
 from ngpt_train.config.architectures import all_keys
 from ngpt_train.study.bracket import Line, Tuning, analyse
 from ngpt_train.study.definition import LR, Study
-from ngpt_train.study.points import Point, Result
+from ngpt_train.study.points import DONE, Point, Result
 
-__all__ = ["Tuning", "analyse", "next_points", "noise_between_seeds", "tunings"]
-
-Values = tuple[tuple[str, Any], ...]  # tuned key -> value, sorted by key
-# Of an arm and budget: values -> seed -> end loss; infinite where it diverged, NaN where it failed for another reason.
+Values = tuple[tuple[str, Any], ...]  # (tuned key, value), sorted by key
+# trials[values][seed]: end loss of an arm at a budget; infinite after divergence, NaN after another failure.
 Trials = dict[Values, dict[int, float]]
-# How the reasons of failures begin or end that another learning rate does not change.
+# Beginning and end of reasons of failures that another learning rate does not change.
 OUT_OF_MEMORY, CRASHED = "out of memory", "attempts)"
 
 
 def next_points(study: Study, starts: Callable[[str, int], float], results: Mapping[Point, Result]) -> list[Point]:
-    """All points that can run now, unfinished ones among them; none: the study is complete.
+    """The points that can run now, also unfinished ones. None are left in a complete study.
 
-    starts: the recipe's learning rate of an arm at a budget. Of `results` the finished points count, done or failed.
+    starts(arm, budget): the recipe's learning rate. results: only final ones count.
 
-    Each arm goes through rounds, and a round's points depend on the losses of the rounds before it alone. So neither
-    the order in which points finish nor a kill changes which points a study has at its end.
+    Each arm goes through rounds. The points of a round depend only on the losses of earlier rounds. So a study ends
+    with the same points in whatever order they finish, and after a kill.
     """
     wanted = []
     for arm in study.arms:
@@ -39,7 +37,7 @@ def next_points(study: Study, starts: Callable[[str, int], float], results: Mapp
             if missing:
                 wanted += missing
                 break
-            # Points that no round asked for, as of a study that has changed since, still have a say at the end.
+            # Points outside of all rounds, from before a change of the study, count at the end.
             added = batch or [p for p in finished if p.seed not in known[p.budget].get(p.values, {})]
             if not added:
                 break
@@ -51,10 +49,9 @@ def next_points(study: Study, starts: Callable[[str, int], float], results: Mapp
 def tunings(
     trials: Mapping[int, Trials], listed: Collection[str] = (), confidence: float = 0.95, complete: bool = False
 ) -> dict[tuple[int, str], Tuning]:
-    """The tuning of an arm: of each key at each budget, with the other keys at their best values.
+    """The tuning of an arm by budget and key, with the other keys at their best values.
 
-    trials: by budget. listed: keys whose values the study lists, so that none outside them is allowed. complete: see
-    `best_values`.
+    trials: by budget. listed: keys with a list of allowed values. complete: see `best_values`.
     """
     sigma, degrees = noise_between_seeds(trials.values())
     found = {}
@@ -75,9 +72,9 @@ def tunings(
 
 
 def noise_between_seeds(trials: Iterable[Trials]) -> tuple[float, float]:
-    """The standard deviation between seeds of the end loss, pooled, and its degrees of freedom (0: nothing is known).
+    """The pooled standard deviation of the end loss between seeds, and its degrees of freedom (0: unknown).
 
-    Seeds are shared, so a part of this cancels where values are compared by the same seeds: it is not too small.
+    It is not too small for comparisons of values by the same seeds, in which a part of the noise cancels.
     """
     squares = degrees = 0.0
     for of_budget in trials:
@@ -90,10 +87,9 @@ def noise_between_seeds(trials: Iterable[Trials]) -> tuple[float, float]:
 
 
 def best_values(trials: Trials, complete: bool = False) -> Values | None:
-    """The values with the lowest mean over the seeds they have; None where all have failed, or nothing was tried.
+    """The values with the lowest mean loss over their seeds; None if all have failed.
 
-    complete: only values with as many seeds as any other that has not failed, because of the others nobody knows how
-    much was luck. While a search goes on, such values are given the seeds that they lack instead.
+    complete: only values with the most seeds, since fewer seeds may be luck. A search adds the missing seeds instead.
     """
     means = {values: statistics.fmean(losses.values()) for values, losses in trials.items()}
     finite = [values for values, mean in means.items() if math.isfinite(mean)]
@@ -107,7 +103,7 @@ def best_values(trials: Trials, complete: bool = False) -> Values | None:
 
 
 def runs_of_line(trials: Trials, key: str, complete: bool = False) -> tuple[list[Any], list[float | None], list[int]]:
-    """Value, loss and seed of the runs whose other keys have their best values."""
+    """Values, losses and seeds of the runs that have their other keys at the best values."""
     best = best_values(trials, complete)
     others = None if best is None else _without(best, key)
     runs = [
@@ -120,14 +116,14 @@ def runs_of_line(trials: Trials, key: str, complete: bool = False) -> tuple[list
 
 
 def _finished(study: Study, arm: str, results: Mapping[Point, Result]) -> dict[Point, float]:
-    """The end losses of an arm's points that this study may use, as in `Trials`."""
+    """The end losses of an arm's points within the study, with failures as in `Trials`."""
     finished = {}
     for point in sorted(results, key=repr):
         result, keys = results[point], {key for key, _ in point.values}
         if point.arm != arm or point.budget not in study.budgets or point.seed not in study.seeds:
             continue
-        if keys == set(study.tune) and result.state in ("done", "failed"):
-            is_done = result.state == "done" and result.loss is not None and math.isfinite(result.loss)
+        if keys == set(study.tune) and result.is_final:
+            is_done = result.state == DONE and result.loss is not None and math.isfinite(result.loss)
             is_other = result.reason.startswith(OUT_OF_MEMORY) or result.reason.endswith(CRASHED)
             failure = math.nan if is_other else math.inf
             finished[point] = float(result.loss or 0.0) if is_done else failure
@@ -135,7 +131,7 @@ def _finished(study: Study, arm: str, results: Mapping[Point, Result]) -> dict[P
 
 
 def _round(study: Study, arm: str, starts: Callable[[str, int], float], known: Mapping[int, Trials]) -> list[Point]:
-    """The points that an arm needs next, none of which is known. A budget begins when the smaller ones are through."""
+    """The next points of an arm. A budget begins after the smaller ones are complete."""
     sigma, _ = noise_between_seeds(known.values())
     points: list[Point] = []
     for number, budget in enumerate(study.budgets):
@@ -152,8 +148,8 @@ def _round(study: Study, arm: str, starts: Callable[[str, int], float], known: M
 
 
 def _beginning(study: Study, lattice: Lattice, budget: int, smaller: Mapping[int, Trials]) -> list[Values]:
-    """The centre at which a budget begins, and its two neighbours in lr. Other keys have their best values of the
-    budget before, at first the first ones that the study lists."""
+    """The first points of a budget: a centre and its two neighbours in lr. Other keys have the best values of the
+    smaller budgets, or the first listed values."""
     centre: dict[str, Any] = {key: tuned.values[0] for key, tuned in study.tune.items() if tuned.values}
     for trials in smaller.values():
         centre.update(best_values(trials) or ())
@@ -162,7 +158,7 @@ def _beginning(study: Study, lattice: Lattice, budget: int, smaller: Mapping[int
 
 
 def _expected_lr(budget: int, smaller: Mapping[int, Trials]) -> float | None:
-    """The best lr at a budget by a fit of log lr over log budget; with one smaller budget, that one's."""
+    """The best lr at a budget, by a fit of log lr over log budget; with one smaller budget, its best lr."""
     found = {b: tuning for (b, key), tuning in tunings(smaller).items() if key == LR}
     inside = {b: tuning.optimum for b, tuning in found.items() if tuning.optimum is not None}
     if len(inside) > 1:
@@ -173,8 +169,8 @@ def _expected_lr(budget: int, smaller: Mapping[int, Trials]) -> float | None:
 
 
 def _next_of_budget(study: Study, lattice: Lattice, trials: Trials, sigma: float) -> list[tuple[Values, int]]:
-    """Points that the best point still lacks: neighbours in lr, its other seeds, worse points on both sides, other
-    values of the further keys. A better point that these find is the next round's best, and lacks some of them anew."""
+    """The missing points around the best point: neighbours in lr, its other seeds, worse points on both sides, other
+    values of the further keys. A better point among them is the best of the next round."""
     first = study.seeds[0]
     best = best_values(trials)
     room = study.max_points * len(study.tune) - len(trials)
@@ -203,15 +199,15 @@ def _next_of_budget(study: Study, lattice: Lattice, trials: Trials, sigma: float
 
 
 class Lattice:
-    """The learning rates that are tried: the recipe's times whole powers of the factor, in the six digits that name a
-    run, so that studies share them."""
+    """The tried learning rates: the recipe's times whole powers of the factor. They have six digits, like the names of
+    runs, so studies share them."""
 
     def __init__(self, start: float, factor: float) -> None:
         self.start, self._factor = start, factor
         self._highest = all_keys()[LR].maximum or math.inf
 
     def below(self, lr: float) -> float:
-        """The highest rate below `lr`, which need not be on the lattice itself."""
+        """The highest rate below `lr`. `lr` itself may lie between two rates."""
         return self._at(math.ceil(self._power(lr) - 1e-4) - 1)
 
     def above(self, lr: float) -> float | None:

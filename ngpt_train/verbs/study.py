@@ -18,8 +18,8 @@ from ngpt_train.study.definition_file import check_stored, write_study
 from ngpt_train.study.engines import Engine
 from ngpt_train.study.engines.local import local_engine, usable_cores, usable_gpus
 from ngpt_train.study.engines.slurm import slurm_engine
-from ngpt_train.study.live_table import progress_of
 from ngpt_train.study.points import FAILED, Point, Result, failure_record
+from ngpt_train.study.progress_lines import ProgressLines
 from ngpt_train.study.runner import Runner
 from ngpt_train.study.tuning import next_points
 
@@ -65,7 +65,7 @@ def make(
         from ngpt_train.training.signals import StopRequest  # brings torch, which a mistake need not wait for
 
         stop = StopRequest(max_hours=None)
-        with stop, progress_of(study, expected, engine.jobs) as progress:
+        with stop, ProgressLines(study, expected, engine.jobs) as progress:
             runner = Runner(
                 study, runs, engine, progress, next_points, config.study.retries, lambda: stop.reason is not None
             )

@@ -1,11 +1,11 @@
-"""The certificate of an audit: the file audit.json of a run, which `compare` reads."""
+"""The certificate of an audit, audit.json of a run, which `compare` reads."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +16,35 @@ from ngpt_train.study.compare.runs import Run
 
 CERTIFICATE = "audit.json"
 FORMAT = 1
-FIELDS = {"format": COUNT, "equal": FLAG, "how": TEXT, "steps_compared": COUNT, "steps": COUNT, "windows": LIST}
-FIELDS |= {"found": LIST, "sha256": TABLE, "commit": TEXT, "device": TEXT, "time": TEXT}
-UNKNOWN = {"commit", "device"}  # which not every run says
+KNOWN = {"equal": FLAG, "how": TEXT, "steps_compared": COUNT, "steps": COUNT}
+UNKNOWN = {"commit": TEXT, "device": TEXT, "time": TEXT}  # null for a run that does not say them
+NEEDED = {**KNOWN, "format": COUNT, "windows": LIST, "found": LIST, "sha256": TABLE, "time": TEXT}
 WINDOW = {"start": COUNT, "end": COUNT}
-SUMMED = ("metrics.jsonl", "config.yaml")  # the files whose checksums say whether a certificate is of these records
+METRICS = "metrics.jsonl"
+SUMMED = (METRICS, "config.yaml")  # a certificate is valid as long as these files keep their checksums
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something about a run that cannot be true. recorded, again: the values that differ, where there are such."""
+    """A contradiction in the files of a run. recorded, again: the two values, if there are two."""
 
-    where: str  # metrics.jsonl, config.yaml, run.json, data, a checkpoint, a file in evals/
+    where: str  # metrics.jsonl, config.yaml, run.json, exit.json, data, a checkpoint, or a file in evals/
     says: str  # one sentence
     step: int | None = None
     field: str | None = None
     recorded: Any = None
     again: Any = None
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+
+def contradiction(record: Mapping[str, Any], field: str, source: str, value: Any) -> Finding:
+    """The field of a record which another source contradicts."""
+    kind, step, recorded = record["kind"], record["step"], record.get(field)
+    says = f"the {kind} record of step {step} says {field} {recorded}, {source} {value}"
+    return Finding(METRICS, says, step, field, recorded, value)
 
 
 def sums_of(run: Path) -> dict[str, str]:
-    """sha256 of the files that a certificate is about, as they are now, of those that are there."""
+    """sha256 by name of the files which a certificate is about; a missing file has none."""
     found = {}
     for name in SUMMED:
         with contextlib.suppress(OSError), open_file(run / name, MOST_LINES_BYTES) as file:
@@ -48,23 +53,21 @@ def sums_of(run: Path) -> dict[str, str]:
 
 
 def read_certificates(runs: Iterable[Run]) -> list[dict[str, Any]]:
-    """The certificates of these runs, where they have one: `run`, `equal`, `how`, `steps_compared`,
-    `steps`, `windows`, `found` (how many), `commit`, `device`, `time`, and `valid`: whether it is of the records and
-    the config that are there now. A certificate that cannot be read is not valid."""
+    """`audits` of report.json, an entry for each run with a certificate. `found` counts the findings. `valid` is True
+    if the records and the config are still the audited ones. An unreadable certificate is not valid."""
     return [_summary(run.path) for run in runs if (run.path / CERTIFICATE).exists()]
 
 
 def _summary(run: Path) -> dict[str, Any]:
+    path, names = run / CERTIFICATE, [*KNOWN, *UNKNOWN]
     try:
-        stored = checked(read_json(run / CERTIFICATE), FIELDS, str(run / CERTIFICATE), FIELDS.keys() - UNKNOWN)
+        stored = checked(read_json(path), NEEDED | UNKNOWN, str(path), NEEDED)
         if stored["format"] != FORMAT:
-            raise DataError(f"{run / CERTIFICATE} is none of this version")
-        names = ("equal", "how", "steps_compared", "steps", "commit", "device", "time")
-        found = {name: stored.get(name) for name in names}
-        windows = all_checked(stored["windows"], WINDOW, f"{run / CERTIFICATE}: windows", tuple(WINDOW))
+            raise DataError(f"{path} is none of this version")
+        windows = all_checked(stored["windows"], WINDOW, f"{path}: windows", tuple(WINDOW))
         counts = {"windows": [[window["start"], window["end"]] for window in windows], "found": len(stored["found"])}
-        return {"run": str(run), **found, **counts, "valid": stored["sha256"] == sums_of(run), "note": ""}
+        valid = {"valid": stored["sha256"] == sums_of(run), "note": ""}
+        return {"run": str(run), **{name: stored.get(name) for name in names}, **counts, **valid}
     except DataError as error:
-        unknown = dict.fromkeys(("how", "steps_compared", "steps", "commit", "device", "time"))
-        problem = f"{run / CERTIFICATE} cannot be read: {error}"
-        return {"run": str(run), "equal": False, **unknown, "windows": [], "found": 0, "valid": False, "note": problem}
+        unknown: dict[str, Any] = {**dict.fromkeys(names), "equal": False, "windows": [], "found": 0, "valid": False}
+        return {"run": str(run), **unknown, "note": f"{path} cannot be read: {error}"}

@@ -1,5 +1,4 @@
-"""Which runs belong to one arm: those whose configs differ in nothing but seed, budget and tuned keys, or those that
-the user names."""
+"""Arms: runs whose configs differ only in seed, budget and tuned keys, or runs named by the user."""
 
 from __future__ import annotations
 
@@ -16,19 +15,19 @@ from ngpt_train.config.keys import AUTO
 from ngpt_train.config.validate import did_you_mean, mistake, nearest, show
 from ngpt_train.study.compare.key_kinds import HARDWARE, OF_THE_BUDGET, covers, is_harmless
 from ngpt_train.study.compare.runs import Run
+from ngpt_train.study.definition import LR
+from ngpt_train.study.tuning import Values
 
-LR = "optim.lr"
-# What may differ between runs of an arm: it is looked at only where it alone tells two runs apart.
+# Keys that may differ between runs of an arm. They separate arms only if nothing else tells two runs apart.
 _SECONDARY = {*OF_THE_BUDGET, *HARDWARE, "eval", "guards", "train.batch_tokens", "run"} - {LR}
-_OF_A_STUDY = re.compile(r"(?P<arm>.+)-\d+(-.+)?-seed\d+(-[0-9a-f]{12})?")  # as a study names its runs
+_OF_A_STUDY = re.compile(r"(?P<arm>.+)-\d+(-.+)?-seed\d+(-[0-9a-f]{12})?")  # the names of a study's runs
 _NUMBER = re.compile(r"[-_.]?(seed|s|lr)?[-_.]?\d[\d.]*(e[-+]?\d+)?", re.IGNORECASE)
 
 Arms = dict[str, list[Run]]
 
 
 def named_arms(runs: Iterable[Run], patterns: Sequence[str]) -> tuple[Arms, list[Run]]:
-    """The arms of compare.arms, each written NAME:PATTERN, and the runs that belong to none of them. Raises
-    ConfigError."""
+    """The arms of compare.arms, NAME:PATTERN each, and the runs in none of them. Raises ConfigError."""
     arms: Arms = {}
     taken: dict[Path, str] = {}
     runs = list(runs)
@@ -55,7 +54,7 @@ def _matches(run: Run, pattern: str) -> bool:
 
 
 def found_arms(runs: Sequence[Run], tuned: Collection[str]) -> Arms:
-    """The arms that the configs show, in the order of their first runs."""
+    """Arms by the configs, in the order of their first runs."""
     groups = [list(runs)]
     while True:
         finer = [part for group in groups for part in _split(group, _primary(group, tuned))]
@@ -68,13 +67,13 @@ def found_arms(runs: Sequence[Run], tuned: Collection[str]) -> Arms:
 
 
 def _primary(group: Sequence[Run], tuned: Collection[str]) -> list[str]:
-    """The keys by which runs are told apart: an older config, or another architecture's, may lack keys."""
+    """The keys that separate arms. Only keys of all configs count: older configs and other architectures lack some."""
     common = set.intersection(*(set(run.config) for run in group))
     return sorted(key for key in common if not (is_harmless(key) or covers({*tuned, *_SECONDARY}, key)))
 
 
 def _split(group: Sequence[Run], keys: Iterable[str]) -> list[list[Run]]:
-    """By the values of keys."""
+    """The runs grouped by the values of keys."""
     keys = list(keys)
     parts: dict[str, list[Run]] = {}
     for run in group:
@@ -88,9 +87,9 @@ def _number(value: Any) -> Any:
 
 
 def _apart(group: list[Run], tuned: Collection[str]) -> list[list[Run]]:
-    """A group in which no two runs have the same budget, seed and tuned values: told apart by secondary keys, else by
-    their directories, as of two studies, else by their names."""
-    point = lambda run: json.dumps([run.budget, values_of(run, tuned), seed_of(run)], default=str)  # noqa: E731
+    """Splits a group until no two runs have the same budget, seed and tuned values: by secondary keys, else by
+    directory (two studies), else by name."""
+    point = lambda run: json.dumps([run.budget, values_of(run, tuned), run.seed], default=str)  # noqa: E731
     if max(Counter(map(point, group)).values()) < 2:
         return [group]
     keys = {key for run in group for key in run.config if covers(_SECONDARY, key) and not is_harmless(key)}
@@ -116,14 +115,14 @@ def _by(group: Iterable[Run], key: Any) -> list[list[Run]]:
 
 
 def stem(run: Run) -> str:
-    """The name of a run without numbers and seed: `gpt-819200-lr0.02-seed0` is gpt, `a-1` is a."""
+    """The name of a run without numbers and seed: `gpt-819200-lr0.02-seed0` -> gpt, `a-1` -> a."""
     if found := _OF_A_STUDY.fullmatch(run.path.name):
         return found["arm"]
     return _NUMBER.sub("", run.path.name) or run.path.name
 
 
 def _names(groups: Sequence[Sequence[Run]], tuned: Collection[str]) -> list[str]:
-    """A name for each group that tells it from the others: its runs' own, their architecture, or what differs."""
+    """A distinct name for each group: the common name of its runs, their architecture, or the differing keys."""
     candidates: list[list[str | None]] = [
         [_only(stem(run) for run in group if _OF_A_STUDY.fullmatch(run.path.name)) for group in groups],
         [_only(str(run.config.get("model.name", "")) for run in group) for group in groups],
@@ -139,7 +138,7 @@ def _names(groups: Sequence[Sequence[Run]], tuned: Collection[str]) -> list[str]
 
 
 def _places(groups: Sequence[Sequence[Run]]) -> list[str | None]:
-    """`first/gpt`, `second/gpt`: of runs that have the same names in several directories."""
+    """`first/gpt`, `second/gpt`, for runs with equal names in several directories."""
     parents = [_only(str(run.path.parent.resolve()) for run in group) for group in groups]
     stems = [_only(stem(run) for run in group) for group in groups]
     if None in parents:
@@ -163,7 +162,7 @@ def _differences(group: Sequence[Run], groups: Sequence[Sequence[Run]], tuned: C
 
 
 def choose_baseline(arms: Arms, wanted: str | None) -> str:
-    """The arm `wanted`, or of the run of that name; where none is wanted gpt, else the first. Raises ConfigError."""
+    """The arm `wanted`, or the arm of a run with this name; by default gpt, else the first. Raises ConfigError."""
     if wanted is None:
         plain = [name for name, runs in arms.items() if name == "gpt" or runs[0].config.get("model.name") == "gpt"]
         return "gpt" if "gpt" in arms else (plain or list(arms))[0]
@@ -176,18 +175,8 @@ def choose_baseline(arms: Arms, wanted: str | None) -> str:
     raise mistake(f"compare.baseline={wanted}: no arm of that name{near}", f"Arms: {', '.join(arms)}")
 
 
-def seed_of(run: Run) -> int:
-    if "run.seed" in run.config:
-        return run.seed
-    found = re.search(r"seed[-_]?(\d+)", run.path.name)
-    return int(found[1]) if found else 0
-
-
-Values = tuple[tuple[str, Any], ...]
-
-
 def values_of(run: Run, tuned: Collection[str]) -> Values:
-    """Tuned key -> value, sorted by key, hashable."""
+    """(tuned key, value), sorted by key, hashable."""
     values = {key: run.config.get(key) for key in sorted(tuned)}
     if values.get(LR) == AUTO:
         values[LR] = None

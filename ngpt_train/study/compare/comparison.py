@@ -1,4 +1,4 @@
-"""report.json (docs/study.md): every number of a comparison. The document, the figures and the page follow from it."""
+"""report.json (docs/study.md): every number of a comparison. Document, figures and page are functions of it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from ngpt_train.core.files import read_json, write_json
 from ngpt_train.core.secrets import redacted
 from ngpt_train.study.compare import clocks
 from ngpt_train.study.compare.arm_values import same
-from ngpt_train.study.compare.arms import LR, Arms, choose_baseline, found_arms, named_arms
-from ngpt_train.study.compare.comparable import check_comparable
-from ngpt_train.study.compare.given_runs import Gathered
+from ngpt_train.study.compare.arms import Arms, choose_baseline, found_arms, named_arms
+from ngpt_train.study.compare.clocks import STEP_TIMES, StepTimes
+from ngpt_train.study.compare.given_runs import Gathered, check_comparable
 from ngpt_train.study.compare.key_kinds import Absent, brought, compared_keys, is_of_training, value_of
 from ngpt_train.study.compare.referee import examine, looked_at
 from ngpt_train.study.compare.runs import Run, common_budgets
-from ngpt_train.study.compare.step_times import FILE as STEP_TIMES
 from ngpt_train.study.compare.trials import Arm, Trial, failure, read_arm, unfinished
-from ngpt_train.study.compare.versus import StepTimes, versus
-from ngpt_train.study.definition import name_of
+from ngpt_train.study.compare.versus import versus
+from ngpt_train.study.definition import LR, name_of
 
-# What a comparison writes into its directory.
+# Files of a comparison in its directory.
 REPORT = "report.json"
-WRITTEN = (REPORT, "report.md", "report.html", "figures", "step_times.json")
+WRITTEN = (REPORT, "report.md", "report.html", "figures", STEP_TIMES)
 FORMAT = 1
 UNITS = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
 
@@ -41,11 +40,10 @@ def make_report(
     step_times: StepTimes,
     audits: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The content of report.json. Raises ConfigError for an unknown baseline or one arm alone, DataError for runs that
+    """The content of report.json. Raises ConfigError for an unknown baseline or a single arm, DataError for runs that
     cannot be compared.
 
-    given: with what the user chose in the place of what the study says. found, tuned: of `choose_arms`. step_times: of
-    the arms, as `step_times.py` measures them. audits: the certificates.
+    given: choices of the user replace those of the study. found, tuned: from `choose_arms`. audits: the certificates.
     """
     said, metric, confidence, overrides = list(given.notes), given.metric, given.confidence, given.overrides or {}
     comparable = check_comparable([run for of_arm in found.values() for run in of_arm])
@@ -60,20 +58,22 @@ def make_report(
         )
     budgets = common_budgets(found)
     read = {arm: read_arm(arm, of_arm, budgets, tuned, metric, confidence) for arm, of_arm in found.items()}
-    # A key with one value was chosen by somebody, and not by tuning.
+    # A key with a single value was chosen by hand, not by tuning.
     searched = [key for key in tuned if all(any(k == key for _, k in x.searched) for x in read.values())]
     compared = {
         arm: versus(of_arm, read[name], found, metric, confidence, step_times)
         for arm, of_arm in read.items()
         if arm != name
     }
-    judged = {
-        arm: max(d["budget"] for d in result.differences) for arm, result in compared.items() if result.differences
+    joined = {
+        key: [entry for result in compared.values() for entry in result[key]]
+        for key in ("differences", "speedups", "trends", "notes")
     }
-    judged = {x.name: max(x.best) for x in read.values() if x.best} | judged
+    judged = {x.name: max(x.best) for x in read.values() if x.best}
+    for arm, result in compared.items():
+        judged |= {arm: max(d["budget"] for d in result["differences"])} if result["differences"] else {}
     best = {x.name: [t.run for b in x.budgets for t in x.at_best(b).values()] or found[x.name] for x in read.values()}
-    said += [note for arm in read.values() for note in arm.notes]
-    said += [note for result in compared.values() for note in result.notes]
+    said += [*(note for arm in read.values() for note in arm.notes), *joined["notes"]]
     report: dict[str, Any] = {
         "format": FORMAT,
         "title": given.title,
@@ -85,10 +85,10 @@ def make_report(
         "arms": {x.name: _of_arm(x, found[x.name], overrides.get(x.name, ())) for x in read.values()},
         "losses": [entry for arm in read.values() for entry in _losses(arm)],
         "failures": [*(entry for arm in read.values() for entry in _failures(arm)), *map(dict, given.failures)],
-        "differences": [entry for result in compared.values() for entry in result.differences],
-        "speedups": [entry for result in compared.values() for entry in result.speedups],
-        "trends": [entry for result in compared.values() for entry in result.trends],
-        "verdicts": {arm: result.verdict for arm, result in compared.items()},
+        "differences": joined["differences"],
+        "speedups": joined["speedups"],
+        "trends": joined["trends"],
+        "verdicts": {arm: result["verdict"] for arm, result in compared.items()},
         "tuning": [entry for arm in read.values() for entry in _tunings(arm)],
         "curves": [entry for arm in read.values() for entry in _curves(arm, metric)],
         "costs": [clocks.costs_of(arm, of_arm, step_times) for arm, of_arm in found.items()],
@@ -106,9 +106,11 @@ def make_report(
 
 
 def choose_arms(given: Gathered, patterns: Sequence[str] = ()) -> tuple[Arms, list[str], list[str]]:
-    """The runs of each arm that have ended, the tuned keys, and sentences about runs that are left out. The arms are
-    the study's, else by `patterns` as in compare.arms, else by what the configs of the runs differ in. Raises
-    ConfigError for a mistake in the patterns, DataError where no run has ended."""
+    """The ended runs of each arm, the tuned keys, and sentences about left-out runs.
+
+    The arms are the study's, else those of `patterns` (compare.arms), else groups of runs with equal configs. Raises
+    ConfigError for a mistake in the patterns, DataError if no run has ended.
+    """
     said: list[str] = []
     runs, arms, tuned = given.runs, given.arms, given.tuned
     chosen = [LR] if tuned is None else sorted(tuned)
@@ -139,8 +141,8 @@ def _damaged(run: Run) -> str:
 
 
 def write_reports(report: Mapping[str, Any], out: Path, step_times: StepTimes | None = None) -> None:
-    """Writes the report into the directory `out`, which is there: report.json, report.md, report.html, figures/, and
-    the step times that were measured. What an earlier comparison wrote is replaced."""
+    """Writes report.json, report.md, report.html, figures/ and the measured step times into the directory `out`, in
+    place of an earlier comparison's."""
     from ngpt_train.study.compare.output.charts import write_figures
     from ngpt_train.study.compare.output.comparison_page import write_page
     from ngpt_train.study.compare.output.document import write_document
@@ -155,7 +157,7 @@ def write_reports(report: Mapping[str, Any], out: Path, step_times: StepTimes | 
 
 
 def check_out(out: Path) -> None:
-    """Raises ConfigError where the report would replace what no comparison has written."""
+    """Raises ConfigError if the report would replace files that no comparison has written."""
     setting = f"compare.out={out}"
     if out.exists() and not out.is_dir():
         raise mistake(f"{setting}: is a file", "Name a directory for the report")
@@ -172,7 +174,7 @@ def check_out(out: Path) -> None:
 
 
 def make_directory(out: Path) -> None:
-    """Raises ConfigError where that is not possible."""
+    """Raises ConfigError if it cannot be made."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -205,8 +207,11 @@ def _of_arm(arm: Arm, runs: Sequence[Run], overrides: Sequence[str]) -> dict[str
 
 
 def _tuning_of_keys(arm: Arm, budget: int | None, overrides: Sequence[str]) -> dict[str, Any]:
-    """Keys of optimizer, schedule, batch and initialisation at a budget, each with its values, in three groups: several
-    values were tried there; set by the arm's definition or otherwise than by its recipe; all others that are on."""
+    """Keys of optimizer, schedule, batch and initialisation at a budget, with their values.
+
+    tuned: several values were tried at this budget. chosen: set by the arm's definition, or different from its recipe.
+    not_tuned: all others that are on.
+    """
     tried: dict[str, dict[Any, None]] = {}
     for trial in arm.trials:
         for key, value in trial.values if trial.budget == budget else ():
@@ -228,14 +233,9 @@ def _tuning_of_keys(arm: Arm, budget: int | None, overrides: Sequence[str]) -> d
 
 def _losses(arm: Arm) -> list[dict[str, Any]]:
     return [
-        {
-            **_point(trial),
-            "loss": trial.loss,
-            "rows_hash": trial.run.evals[-1].get("rows_hash"),
-            "step": trial.run.steps,
-        }
-        for trial in arm.trials
-        if trial.loss is not None
+        {**_point(x), "loss": x.loss, "rows_hash": x.run.evals[-1].get("rows_hash"), "step": x.run.steps}
+        for x in arm.trials
+        if x.loss is not None
     ]
 
 
@@ -244,12 +244,12 @@ def _failures(arm: Arm) -> list[dict[str, Any]]:
 
 
 def _point(trial: Trial) -> dict[str, Any]:
-    run = {"values": dict(trial.values), "run": str(trial.run.path)}
-    return {"arm": trial.arm, "budget": trial.budget, "seed": trial.seed, **run}
+    where = {"arm": trial.arm, "budget": trial.budget, "seed": trial.seed}
+    return {**where, "values": dict(trial.values), "run": str(trial.run.path)}
 
 
 def _tunings(arm: Arm) -> list[dict[str, Any]]:
-    """Tuning of each key at each budget, with the other keys at their best values."""
+    """The tuning of each key at each budget, with the other keys at their best values."""
     entries = []
     for (budget, key), tuning in sorted(arm.tunings.items()):
         best = dict(arm.best.get(budget, ()))
@@ -283,7 +283,7 @@ def _curves(arm: Arm, metric: str) -> list[dict[str, Any]]:
 
 
 def finite(value: Any) -> Any:
-    """As JSON has it: numbers that are not finite are null."""
+    """The value in JSON: numbers that are not finite are null."""
     if isinstance(value, Mapping):
         return {str(key): finite(x) for key, x in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The runs that `compare` is given: single directories, directories of runs, and studies."""
+"""Reads the runs for `compare` from directories of runs and studies, and refuses runs that cannot be compared."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.core.errors import DataError
+from ngpt_train.study.compare.key_kinds import is_harmless, value_of
 from ngpt_train.study.compare.row_losses import n_bytes
 from ngpt_train.study.compare.runs import Run, contradicted, read_run
 from ngpt_train.study.definition import Study, name_of
@@ -17,10 +18,10 @@ from ngpt_train.study.points import FAILURES, reason_of
 
 @dataclass
 class Gathered:
-    """Runs, and how they are to be compared: as a study that they are of says, or the user.
+    """Runs and the settings of their comparison, from their study or the user.
 
     tuned: keys whose best value is taken for each arm and budget; None: optim.lr, unless nothing else differs. metric:
-    None takes the one in which all runs are comparable. failures: of points that left no run behind.
+    None takes a metric in which all runs are comparable. failures: of points that left no run behind.
     """
 
     runs: list[Run] = field(default_factory=list)
@@ -38,7 +39,7 @@ class Gathered:
 
 
 def gather(paths: Sequence[Path]) -> Gathered:
-    """Raises DataError where a directory holds no run, or where one cannot be read."""
+    """Raises DataError for a directory without a run, and for an unreadable run."""
     if len(paths) == 1 and (paths[0] / FILE).is_file():
         return of_study(read_stored(paths[0]))
     found = Gathered()
@@ -74,16 +75,19 @@ def _directories(path: Path) -> list[Path]:
 
 
 def of_study(study: Study) -> Gathered:
-    """The runs that the study's directory holds, by arm."""
+    """The runs in the study's directory, by arm."""
     names = sorted(study.arms, key=len, reverse=True)  # gpt-qk before gpt
+
+    def arm_of(run: str) -> str | None:
+        return next((name for name in names if run.startswith(f"{name}-")), None)
+
     arms: dict[str, list[Run]] = {name: [] for name in study.arms}
     found = Gathered(overrides=study.arms, baseline=study.baseline, tuned=list(study.tune), title=study.name)
     found.metric, found.confidence = study.metric, study.confidence
     found.under_test = sorted({name_of(argument) for row in study.arms.values() for argument in row})
     found.commands = [study.command]
     for path in sorted(study.runs.glob("*")) if study.runs.is_dir() else []:
-        arm = next((name for name in names if path.name.startswith(f"{name}-")), None)
-        if arm is not None and (path / "config.yaml").is_file():
+        if (arm := arm_of(path.name)) is not None and (path / "config.yaml").is_file():
             run = read_run(path)
             arms[arm].append(run)
             found.runs.append(run)
@@ -92,16 +96,15 @@ def of_study(study: Study) -> Gathered:
     found.arms = arms
     check_evals(found.runs)
     for record in sorted((study.path / FAILURES).glob("*.json")):
-        arm = next((name for name in names if record.stem.startswith(f"{name}-")), None)
-        if arm is not None:
+        if (arm := arm_of(record.stem)) is not None:
             why = {"reason": reason_of(record), "run": str(study.runs / record.stem)}
             found.failures.append({"arm": arm, "budget": None, "seed": None, "values": {}, **why})
     return found
 
 
 def check_evals(runs: Iterable[Run]) -> None:
-    """Raises DataError, which names file and step, where a validation contradicts the losses of its rows, or another
-    one of the same rows."""
+    """Raises DataError, with file and step, if a validation contradicts the losses of its rows, or another validation
+    of the same rows."""
     of_rows: dict[Any, tuple[int, Run, int]] = {}
     for run in runs:
         for record in run.evals:
@@ -111,9 +114,74 @@ def check_evals(runs: Iterable[Run]) -> None:
                 rows = (record["rows_hash"], run.facts.get("tokenizer_fingerprint"))
                 text, other, step = of_rows.setdefault(rows, (n_bytes(loss * n, bits), run, record["step"]))
                 if text != n_bytes(loss * n, bits):
-                    why = f"the eval record of step {record['step']} says bits_per_byte {bits} of another text than "
-                    why += f"that of step {step} of {other.path}, whose rows are the same"
+                    why = f"the eval record of step {record['step']} says bits_per_byte {bits}, which is of another "
+                    why += f"text than the record of step {step} of {other.path}, although their rows are the same"
             if why:
                 raise DataError(
                     f"{run.path / 'metrics.jsonl'}: {why}. Restore the file that is wrong, or leave it out."
                 )
+
+
+def check_comparable(runs: Iterable[Run]) -> str:
+    """ "loss", in nats per token, or "bits_per_byte" for runs with different tokenizers. Raises DataError, with the
+    reason, for runs validated on different text."""
+    validated = [run for run in runs if run.evals]
+    validated = [run for run in validated if run.is_annealed] or validated
+    if not validated:
+        raise DataError("compare: no run has been validated: there is no eval record in any metrics.jsonl")
+    first, *others = validated
+    for run in others:
+        if why := _why_not(first, run):
+            raise DataError(
+                f"{run.path} cannot be compared with {first.path}: {why}. Compare runs of one text and objective."
+            )
+    if not any(_other_tokenizer(first, run) for run in others):
+        return "loss"
+    for run in validated:
+        if run.evals[-1].get("bits_per_byte") is None:
+            raise DataError(
+                f"{run.path} has another tokenizer than others, so that a loss per token means something else, and no "
+                "bits_per_byte in its eval records. Leave it out, or `evaluate` its checkpoint with this version."
+            )
+    return "bits_per_byte"
+
+
+def _why_not(one: Run, other: Run) -> str:
+    """The reason why the losses of two runs cannot be compared; empty if they can."""
+    hashes = one.rows_hash, other.rows_hash
+    if hashes[0] == hashes[1] is not None:
+        return ""
+    objectives = [value_of(run.config, "data.objective") for run in (one, other)]
+    if objectives[0] != objectives[1]:
+        return "one predicts the next token and the other continues the beginning of a document"
+    if _other_tokenizer(one, other):
+        return (text := _other_text(one, other)) and f"it was validated on other text, by {text}"
+    if _differ(one, other, "data_fingerprint"):
+        return f"it was validated on other text: rows_hash {hashes[1]} and {hashes[0]}, and other fingerprints of data"
+    # Other rows of one text, and unknown rows, are a confound of `examine`.
+    known = None not in (one.facts.get("data_fingerprint"), other.facts.get("data_fingerprint"))
+    text = "" if known or None in hashes else _other_text(one, other)
+    return text and f"it was validated on other text, by {text}: rows_hash {hashes[1]} and {hashes[0]}"
+
+
+def _other_text(one: Run, other: Run) -> str:
+    """The keys of the text that differ in two configs; empty if none does."""
+    keys = [key for key in {**one.config, **other.config} if key.startswith("data.") and not is_harmless(key)]
+    text = ("kind", "path", "repo", "revision", "split", "files", "mixture", "text_field", "val_fraction", "val_files")
+    differing = [key for key in keys if key.removeprefix("data.") in text]
+    return ", ".join(key for key in differing if value_of(one.config, key) != value_of(other.config, key))
+
+
+def _other_tokenizer(one: Run, other: Run) -> bool:
+    """True if the fingerprints differ. If one is unknown, the configs decide, unless the validation rows are equal."""
+    fact = "tokenizer_fingerprint"
+    if None not in (one.facts.get(fact), other.facts.get(fact)) or one.rows_hash == other.rows_hash is not None:
+        return _differ(one, other, fact)
+    return any(
+        value_of(one.config, key) != value_of(other.config, key) for key in ("tokenizer.kind", "tokenizer.vocab_size")
+    )
+
+
+def _differ(one: Run, other: Run, fact: str) -> bool:
+    values = one.facts.get(fact), other.facts.get(fact)
+    return None not in values and values[0] != values[1]

@@ -1,4 +1,4 @@
-"""Which keys of a run's config can make two runs differ, and which values an architecture and its recipe bring."""
+"""The kinds of keys in a run's config, for the referee; and the values of an architecture and its recipe."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ngpt_train.config.stored import to_dict
 from ngpt_train.config.validate import flatten
 from ngpt_train.core.errors import ConfigError
 
-# Sections and keys that the referee does not look at, each with its reason. A key that is not here is looked at.
+# Sections and keys which the referee ignores, each with its reason. It compares all others.
 HARMLESS = {
-    "logging": "what is written about a run changes no bit of it",
-    "checkpoint": "what is saved changes no bit of what goes on",
+    "logging": "records change no bit of the run",
+    "checkpoint": "saving changes no bit of the run",
     "generate": "a key of another verb than train",
     "evaluate": "a key of another verb than train",
     "plan": "a key of another verb than train",
@@ -36,41 +36,41 @@ HARMLESS = {
     "import": "a key of another verb than train",
     "run.name": "a name",
     "run.root": "a place",
-    "run.resume": "a run that goes on has the bits of one that was never stopped",
-    "run.resume_step": "a run that goes on has the bits of one that was never stopped",
-    "run.overwrite": "deletes what was there before the run",
-    "run.allow_change": "a permission; what was changed by it is looked at",
-    "run.max_time": "a run that it has stopped is not at the end of its schedule, which is looked at",
-    "scale.name": "a name; the numbers that it stands for are looked at",
-    "optim.lr_table": "a table in which optim.lr was looked up, which is looked at",
-    "model.init_table": "a table in which model.init.* was looked up, which is looked at",
-    "optim.lr_source": "a sentence about optim.lr, which is looked at",
-    "train.stop_at": "a run that it has stopped is not at the end of its schedule, which is looked at",
+    "run.resume": "a resumed run has the bits of an uninterrupted one",
+    "run.resume_step": "a resumed run has the bits of an uninterrupted one",
+    "run.overwrite": "deletes an older run",
+    "run.allow_change": "a permission; the changes are compared",
+    "run.max_time": "a stopped run is not annealed, and left out",
+    "scale.name": "a name; its numbers are compared",
+    "optim.lr_table": "gives optim.lr, which is compared",
+    "model.init_table": "gives model.init.*, which are compared",
+    "optim.lr_source": "a sentence about optim.lr, which is compared",
+    "train.stop_at": "a stopped run is not annealed, and left out",
     "train.profile": "writes a trace of three steps",
     "data.out": "a place",
     "data.cache": "a place",
-    "data.cache_gb": "how much text is kept on the disk",
+    "data.cache_gb": "a size on the disk",
     "data.text_gb": "a size, for plan",
     "data.workers": "processes that read ahead; the rows are the same",
     "data.prepare_workers": "processes that prepare shards; the shards are the same",
-    "data.prefetch": "how far processes read ahead",
-    "data.fetch_minutes": "how long a download is waited for",
-    "parallel.timeout": "how long a rank waits before it gives up",
-    "parallel.hang_seconds": "when a rank counts as hung",
-    "parallel.check_replicas": "how often replicas are compared",
-    "eval.every": "how often a run is validated; validations change no weight",
-    "eval.tasks": "what a run is asked beside its validation; answers change no weight",
-    "eval.tasks_every": "what a run is asked beside its validation; answers change no weight",
-    "eval.tasks_path": "what a run is asked beside its validation; answers change no weight",
+    "data.prefetch": "rows read ahead",
+    "data.fetch_minutes": "a limit for downloads",
+    "parallel.timeout": "a limit for waiting ranks",
+    "parallel.hang_seconds": "a limit for hung ranks",
+    "parallel.check_replicas": "comparisons of replicas change no weight",
+    "eval.every": "validations change no weight",
+    "eval.tasks": "tasks change no weight",
+    "eval.tasks_every": "tasks change no weight",
+    "eval.tasks_path": "tasks change no weight",
 }
 
-# How the work is shared and computed. It changes seconds, and numbers within rounding alone, unless a norm takes its
-# statistics over the rows of a micro batch.
+# Layout and kernels. They change seconds, and numbers within rounding, unless a norm has statistics over the rows of a
+# micro batch.
 HARDWARE = {
     *("train.micro_rows", "train.device", "train.compile", "train.cuda_graphs", "train.activation_checkpointing"),
     *("train.deterministic", "kernels", "parallel", "world_size", "threads"),
 }
-# What it means that a fact of run.json differs.
+# The meaning of a difference in a fact of run.json.
 MEANING = {
     "git_commit": "other code",
     "versions.ngpt_train": "other code",
@@ -82,24 +82,24 @@ MEANING = {
     "data_fingerprint": "trained on other tokens",
     "tokenizer_fingerprint": "a token stands for another stretch of text",
 }
-# Where a text lies and which of it validates: evidence says whether it is the same.
+# Places of the text and of its validation rows. Fingerprints and hashes decide whether the text is the same.
 PLACES_OF_TEXT = {"data.path", "data.val_files", "tokenizer.path"}
 PLACES_OF_ROWS = {"eval.rows", "eval.tokens", "eval.budget", "eval.contexts"}
-# Keys that follow the budget, so that the runs of one arm may differ by them.
+# Keys that follow the budget, in which the runs of an arm may differ.
 OF_THE_BUDGET = {
     *("train.steps", "schedule.warmup_steps", "schedule.warmup_tokens", "model.psi_warmup_steps", "optim.lr"),
 }
 SIZES = ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_mlp", "vocab_size", "context")
-# Names of options of an architecture by which neither parameters nor FLOPs change.
+# Options without an effect on parameters and FLOPs.
 OF_NO_SIZE = {
     *("rope_base", "rope_layout", "norm_eps", "softmax_scale", "init", "scale", "alpha_sign"),
     *("embedding_dropout", "residual_dropout", "attention_dropout"),
 }
 INIT_KEYS = [f"model.init.{kind}" for kind in KINDS]
-# Words of the command line that stand for several keys, as a study's arms use them.
+# Words of the command line, as in a study's arms, for several keys.
 GROUPS = {
     "model": ("model.name",),
-    # nuGPT's sets starts of the model too.
+    # nuGPT's recipe also sets first weights.
     "recipe": (
         *("optim", "schedule", "model.lr_rule", "model.reference"),
         *(f"model.{vector}" for vector in ("s_qk", "s_z", "alpha_attn", "alpha_mlp")),
@@ -109,7 +109,7 @@ GROUPS = {
 
 
 def covers(names: Collection[str], key: str) -> bool:
-    """Whether `key` is among `names`, or in a section or group of them."""
+    """True if `key` is among `names`, or in one of their sections or groups."""
     spread = [part for name in names for part in GROUPS.get(name, (name,))]
     return any(key == name or key.startswith(f"{name}.") for name in spread)
 
@@ -119,31 +119,31 @@ def is_harmless(key: str) -> bool:
 
 
 def compared_keys(configs: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The keys of the configs, and model.init.*: older runs lack these, and had their defaults."""
+    """The keys of the configs, and model.init.*, which older runs lack and had at their defaults."""
     keys = dict.fromkeys(key for config in configs for key in config) | dict.fromkeys(INIT_KEYS)
     return [key for key in keys if not is_harmless(key)]
 
 
 def is_own_option(key: str) -> bool:
-    """Whether `key` is an option of an architecture, and not one that all architectures share."""
+    """True for an option of one architecture."""
     shared = {field.name for field in fields(ModelConfig)}
     return key.startswith("model.") and key.removeprefix("model.").partition(".")[0] not in shared
 
 
 def is_shared_option(key: str) -> bool:
-    """Whether `key` is an option that all architectures share, and no size."""
+    """True for an option of all architectures that is no size."""
     name = key.removeprefix("model.")
     return key.startswith("model.") and not is_own_option(key) and name not in (*SIZES, "name")
 
 
 def is_of_training(key: str) -> bool:
-    """Whether `key` says how an arm is trained or where it starts: what a baseline could be tuned in."""
-    starts = key.startswith("model.") and key.endswith((".init", ".scale"))  # of nGPT's vectors
+    """True for keys of training and of first weights, in which a baseline could be tuned."""
+    starts = key.startswith("model.") and key.endswith((".init", ".scale"))  # nGPT's vectors
     return starts or covers(("optim", "schedule", "train.batch_tokens", "model.init"), key)
 
 
 class Absent:
-    """In the place of a value: an architecture has no such key, or nobody knows the value."""
+    """Stands for a missing value: the architecture lacks the key, or the value is unknown."""
 
     def __init__(self, why: str) -> None:
         self.why = why
@@ -153,7 +153,7 @@ NO_SUCH_KEY, UNKNOWN = Absent("no such key"), Absent("does not say it")
 
 
 def value_of(config: Mapping[str, Any], key: str) -> Any:
-    """The value of `key` in a config that may lack keys: then the schema's default, NO_SUCH_KEY or UNKNOWN."""
+    """The value of `key` in a config; if the config lacks it, the schema's default, NO_SUCH_KEY or UNKNOWN."""
     if key in config:
         return config[key]
     architecture = architectures().get(config.get("model.name", ModelConfig.name))
@@ -164,8 +164,8 @@ def value_of(config: Mapping[str, Any], key: str) -> Any:
 
 
 def brought(config: Mapping[str, Any], key: str) -> Any:
-    """The value of a key of model.*, optim.* or schedule.* that the run's architecture and its recipe bring at the
-    run's size and budget; UNKNOWN where nothing is known."""
+    """The value of a key of model.*, optim.* or schedule.* in the run's architecture and recipe, at the run's size and
+    budget; else UNKNOWN."""
     sizes = [f"model.{name}" for name in ("d_model", "n_layers", "n_heads", "context")]
     numbers = {name: config[name] for name in (*sizes, "train.steps", "train.batch_rows") if name in config}
     name, scale = config.get("model.name", ModelConfig.name), config.get("scale.name")
@@ -173,17 +173,17 @@ def brought(config: Mapping[str, Any], key: str) -> Any:
         return UNKNOWN
     try:
         found = _recipe(name, scale, tuple(numbers.items()))
-    except TypeError:  # a list in the place of a number, which cannot be looked up
+    except TypeError:  # a list instead of a number is not hashable
         found = None
     return UNKNOWN if found is None else found.get(key, NO_SUCH_KEY)
 
 
 @cache
 def _recipe(name: str, scale: str | None, numbers: tuple[tuple[str, Any], ...]) -> Mapping[str, Any] | None:
-    """The config that `train model=NAME` has at this size and budget, None where it cannot be composed."""
+    """The config of `train model=NAME` at this size and budget; None if it cannot be composed."""
     overrides = [f"model={name}", *(f"{key}={value}" for key, value in numbers)]
     of_scale = [] if scale is None else [f"scale={scale}"]
-    # A scale of the user's own is not found, and has no learning rate in the table.
+    # The second choice is for a scale of the user's own, which is not found and has no learning rate in the table.
     for chosen, unknown in (([*of_scale, *overrides], ()), ([*overrides, "optim.lr=1"], ("optim.lr",))):
         with contextlib.suppress(ConfigError):
             found = dict(flatten(to_dict(load_config(chosen)), TABLES))

@@ -1,29 +1,16 @@
-"""The referee: every way in which arms differ, each under test, following from that, or a confound."""
+"""The referee finds every difference between arms. Each is under test, follows from it, or is a confound."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ngpt_train.study.compare.arm_values import (
-    Arms,
-    Seen,
-    all_same,
-    deviations,
-    distinct,
-    excess,
-    first_differences,
-    identities,
-    ordered,
-    plain,
-    ratio,
-    same,
-    see,
-    without_shared_budget,
-)
+from ngpt_train.config.keys import AUTO
+from ngpt_train.config.validate import show
+from ngpt_train.study.compare.arm_values import Arms, Seen, distinct, identities, ordered, plain, ratio, same
 from ngpt_train.study.compare.key_kinds import (
     HARDWARE,
     MEANING,
@@ -41,29 +28,29 @@ from ngpt_train.study.compare.key_kinds import (
     is_shared_option,
     value_of,
 )
-from ngpt_train.study.compare.runs import Run
+from ngpt_train.study.compare.runs import Run, common_budgets
 
 UNDER_TEST, FOLLOWS, CONFOUND = "under_test", "follows", "confound"
 BROUGHT = "each arm has what its architecture or its recipe brings"
 ROUNDING = "how the work is done: seconds may differ, losses within rounding alone"
-BATCH_NORMS = ("pn", "pn_v", "batch")  # of model.norm: their statistics depend on the rows of a micro batch
-LEAST_SHARE = 0.01  # of the steps; shares of clipped steps that differ by less count as equal
-# Properties of Run that follow from its config.
-QUANTITIES = ("n_params", "n_params_without_embeddings", "flops_per_token", "tokens_per_step", "clipped_share")
+BATCH_NORMS = ("pn", "pn_v", "batch")  # values of model.norm with statistics over the rows of a micro batch
+LEAST_SHARE = 0.01  # shares of clipped steps that differ by less count as equal
+# Properties of Run, which follow from its config.
+QUANTITIES = ("n_params", "n_params_without_embeddings", "flops_per_token", "tokens_per_step")
 
 
 @dataclass
 class Difference:
-    """One way in which arms differ, or the runs of one arm among themselves."""
+    """A difference between arms, or, with `within`, between the runs of one arm."""
 
     key: str
-    values: dict[str, list[Any]]  # of each arm, or of the runs of the one arm; distinct
+    values: dict[str, list[Any]]  # values[arm]: distinct
     within: bool = False
     note: str = ""
     kind: str = CONFOUND
 
     def as_dict(self) -> dict[str, Any]:
-        """The entry of report.json. size: the largest value over the smallest, where all are positive numbers."""
+        """The entry in `referee` of report.json."""
         found = list(self.values.values())
         values = ordered(found[0]) if self.within else [of[0] if len(of) == 1 else ordered(of) for of in found]
         return {
@@ -79,35 +66,41 @@ class Difference:
 def examine(
     arms: Arms, tuned: Collection[str] = (), under_test: Collection[str] = (), best: Arms | None = None
 ) -> list[dict[str, Any]]:
-    """Every way in which the arms differ, and the runs of an arm among themselves, confounds first.
+    """`referee` of report.json: the differences between arms, and between the runs of an arm, confounds first.
 
-    arms: the runs of each arm by its name. tuned: keys whose values were chosen for each arm by tuning. under_test:
-    keys, sections (`optim`) or groups (`model`, `recipe`) that are the question; where none is named, the architecture
-    and its options that differ, or else what differs of optim.* and schedule.*. best: of each arm the runs whose losses
-    are compared, which alone have a share of clipped steps here: other learning rates clip more, or less.
+    arms: the runs of each arm by its name. tuned: keys that tuning chose for each arm. under_test: keys, sections
+    (`optim`) or groups (`model`, `recipe`) in question; by default the architecture and its options that differ, else
+    differences in optim.* and schedule.*. best: the runs of each arm whose losses are compared. Only these have a share
+    of clipped steps here, because other learning rates clip more or less.
 
-    An entry has `arms`, `key`, `values` (one for each arm, a list where its runs have several; or, with one arm, those
-    of its runs), `kind`, `size` (the largest value over the smallest, or None) and `note`, a sentence.
+    An entry has `arms`, `key`, `values` (one for each arm, a list if its runs differ; with one arm, the values of its
+    runs), `kind`, `size` (the largest value over the smallest, or None) and `note`, a sentence.
     """
-    found = _of_config(arms, tuned, under_test)
-    found += _of_facts(arms, under_test, found)
-    found += _of_size(arms, found, best or arms)
-    found += _of_data(arms, under_test)
+    causes = [*_of_config(arms, tuned, under_test), *_of_facts(arms, under_test)]
+    found = [*causes, *_of_size(arms, causes), *_of_clipping(best or arms, causes), *_of_data(arms, under_test)]
     order = {CONFOUND: 0, UNDER_TEST: 1, FOLLOWS: 2}
     return [difference.as_dict() for difference in sorted(found, key=lambda x: order[x.kind])]
 
 
 def looked_at(arms: Arms) -> dict[str, Any]:
-    """`looked_at` of report.json: how many keys of the config are compared, which of them are options that an arm lacks
-    and others have as their architecture brings them, and which facts of run.json are compared."""
-    seen = [see(key, arms, partial(_of_key, key)) for key in compared_keys(_configs(arms))]
+    """`looked_at` of report.json: the number of compared keys, the compared facts of run.json, and the options that one
+    arm lacks and the others have at their architecture's value."""
+    seen = _keys(arms)
     options = [x.key for x in seen if x.key.startswith("model.") and _only_by_name(x, arms)]
-    facts = dict.fromkeys(name for runs in arms.values() for run in runs for name in run.facts_by_name)
-    return {"keys": len(seen), "options": options, "facts": list(facts)}
+    return {"keys": len(seen), "options": options, "facts": _facts(arms)}
+
+
+def _keys(arms: Arms) -> list[Seen]:
+    compared = compared_keys(run.config for runs in arms.values() for run in runs)
+    return [Seen(key, arms, partial(_of_key, key)) for key in compared]
+
+
+def _facts(arms: Arms) -> list[str]:
+    return list(dict.fromkeys(name for runs in arms.values() for run in runs for name in run.facts_by_name))
 
 
 def _of_config(arms: Arms, tuned: Collection[str], under_test: Collection[str]) -> list[Difference]:
-    seen = [see(key, arms, partial(_of_key, key)) for key in compared_keys(_configs(arms))]
+    seen = _keys(arms)
     found = [within for of_key in seen if of_key.key not in tuned for within in _within(of_key, OF_THE_BUDGET)]
     differing = [x for x in seen if len(arms) > 1 and x.arms_differ and not _only_by_name(x, arms)]
     brought_by_arm = {x.key for x in differing if _is_brought(x, arms)}
@@ -121,10 +114,6 @@ def _of_config(arms: Arms, tuned: Collection[str], under_test: Collection[str]) 
             difference.kind = _kind_of_hardware(arms)
             difference.note = f"{difference.note}; {ROUNDING}" if difference.kind == FOLLOWS else difference.note
     return found
-
-
-def _configs(arms: Arms) -> Iterator[Mapping[str, Any]]:
-    return (run.config for runs in arms.values() for run in runs)
 
 
 def _of_key(key: str, run: Run) -> list[Any]:
@@ -142,7 +131,7 @@ def _measured(quantity: str, run: Run) -> list[Any]:
 def _judge(
     seen: Seen, arms: Arms, tested: Collection[str], tuned: Collection[str], brought_by_arm: Collection[str]
 ) -> tuple[str, str]:
-    """The kind of a key by which arms differ, and a sentence."""
+    """The kind of a differing key, and the note."""
     key = seen.key
     silent = [arm for arm in arms if UNKNOWN in seen.of(arm)]
     lacking = [arm for arm in arms if NO_SUCH_KEY in seen.of(arm)]
@@ -161,28 +150,49 @@ def _judge(
     if covers(HARDWARE, key):
         kind = _kind_of_hardware(arms)
         return kind, ROUNDING if kind == FOLLOWS else "its norms take statistics over a micro batch of a rank"
-    if key in PLACES_OF_TEXT and all_same(runs, lambda run: run.facts.get("data_fingerprint")):
+    if key in PLACES_OF_TEXT and _all_same(run.facts.get("data_fingerprint") for run in runs):
         return FOLLOWS, "another place; the text and its tokens are the same by their fingerprint"
-    if key in PLACES_OF_ROWS and all_same(runs, lambda run: run.rows_hash):
+    if key in PLACES_OF_ROWS and _all_same(run.rows_hash for run in runs):
         return FOLLOWS, "the rows of the last validation are the same by their rows_hash"
     if key in brought_by_arm:
         return FOLLOWS, BROUGHT
     if key == "train.steps":
         return _of_steps(arms)
-    return CONFOUND, says or deviations(key, arms)
+    return CONFOUND, says or _deviations(key, arms)
+
+
+def _all_same(values: Iterable[Any]) -> bool:
+    found = set(values)
+    return len(found) == 1 and None not in found
 
 
 def _of_steps(arms: Arms) -> tuple[str, str]:
-    if apart := without_shared_budget(arms):
+    budgets = common_budgets(arms)
+    of_arm = {arm: {budgets[run.path] for run in runs} for arm, runs in arms.items()}
+    apart = [pair for pair in itertools.combinations(arms, 2) if not of_arm[pair[0]] & of_arm[pair[1]]]
+    if apart:
         pairs = ", ".join(" and ".join(pair) for pair in apart)
         return CONFOUND, f"{pairs} share no budget; losses at one budget are no comparison"
-    if more := excess(arms):
+    trained: dict[int, set[int]] = {}  # trained[budget]: tokens of its runs
+    for run in itertools.chain.from_iterable(arms.values()):
+        trained.setdefault(budgets[run.path], set()).add(run.steps * (run.tokens_per_step or 1))
+    if more := max(max(tokens) / min(tokens) - 1 for tokens in trained.values()):
         return CONFOUND, f"up to {100 * more:.2g} % more tokens at what counts as one budget"
     return FOLLOWS, "as many tokens, in steps of another size"
 
 
+def _deviations(key: str, arms: Arms) -> str:
+    """Names the arms whose value is not their architecture's and recipe's, and that value."""
+    usual = {arm: (value_of(runs[0].config, key), brought(runs[0].config, key)) for arm, runs in arms.items()}
+    return "; ".join(
+        f"the recipe of {arm} brings {show(expected)}"
+        for arm, (value, expected) in usual.items()
+        if not isinstance(expected, Absent) and expected != AUTO and not same(value, expected)
+    )
+
+
 def _in_question(differing: Sequence[str], brought_by_arm: Collection[str], tuned: Collection[str]) -> list[str]:
-    """The keys under test where nobody has named them."""
+    """The keys under test by default."""
     options = [key for key in differing if is_own_option(key) and key not in brought_by_arm]
     architecture = [key for key in differing if key == "model.name"] + options
     shared = [key for key in differing if is_shared_option(key) and key not in brought_by_arm]
@@ -190,11 +200,11 @@ def _in_question(differing: Sequence[str], brought_by_arm: Collection[str], tune
     return architecture or shared or how
 
 
-def _of_facts(arms: Arms, under_test: Collection[str], of_config: Sequence[Difference]) -> list[Difference]:
-    """Differences of code, versions, machine and data, as run.json has them."""
+def _of_facts(arms: Arms, under_test: Collection[str]) -> list[Difference]:
+    """Differences of code, versions, machine and data, by run.json."""
     found = []
-    for name in dict.fromkeys(name for runs in arms.values() for run in runs for name in run.facts_by_name):
-        seen = see(name, arms, partial(_of_fact, name))
+    for name in _facts(arms):
+        seen = Seen(name, arms, partial(_of_fact, name))
         hardware = covers(HARDWARE, name)
         kind = _kind_of_hardware(arms) if hardware else UNDER_TEST if covers(under_test, name) else CONFOUND
         note = ROUNDING if hardware and kind == FOLLOWS else ""
@@ -207,37 +217,21 @@ def _of_facts(arms: Arms, under_test: Collection[str], of_config: Sequence[Diffe
     return found
 
 
-def _of_size(arms: Arms, of_config: Sequence[Difference], best: Arms) -> list[Difference]:
-    """Differences of quantities that follow from the config: parameters, FLOPs, tokens of a step, and of the best runs
-    clipped steps."""
-    shape = ("model.", "tokenizer.")
-    reasons: dict[str, tuple[str, ...]] = {
-        "tokens_per_step": ("train.batch_rows", "train.batch_tokens", "model.context"),
-        "clipped_share": ("optim.", "schedule.", "model.", "train."),
-    }
+def _of_size(arms: Arms, causes: Sequence[Difference]) -> list[Difference]:
+    """Differences in parameters, FLOPs and tokens of a step."""
     found = []
     for name in QUANTITIES:
-        seen = see(name, best if name == "clipped_share" else arms, partial(_measured, name))
-        if not all(seen.of(arm) for arm in arms):
+        seen = Seen(name, arms, partial(_measured, name))
+        if len(arms) < 2 or not all(seen.of(arm) for arm in arms) or not seen.arms_differ:
             continue
-        if name == "clipped_share":  # of the runs of an arm the mean: single runs are clipped by chance more or less
-            shared = set.intersection(*map(set, seen.by_arm.values()))
-            for arm, found_of in seen.by_arm.items():
-                of_runs = [x for budget, of in found_of.items() if budget in shared or not shared for x in of]
-                seen.by_arm[arm] = {0: [round(sum(of_runs) / len(of_runs), 4)]}
-            values = [value for arm in arms for value in seen.of(arm)]
-            if max(values) - min(values) < LEAST_SHARE:
-                continue
-        if len(arms) < 2 or not seen.arms_differ:
-            continue
-        because = [x for x in of_config if not x.within and x.key.startswith(reasons.get(name, shape))]
-        if name not in reasons:
+        keys = [x for x in causes if not x.within]
+        if name == "tokens_per_step":
+            because = [x for x in keys if x.key in ("train.batch_rows", "train.batch_tokens", "model.context")]
+        else:
+            because = [x for x in keys if x.key.startswith(("model.", "tokenizer."))]
             because = [x for x in because if not OF_NO_SIZE & set(x.key.split("."))]
         confounds = [x.key for x in because if x.kind == CONFOUND]
-        if name == "clipped_share":
-            confounds = [key for key in confounds if key == "optim.clip_norm"]
-            note = "share of the steps, of the runs that are compared, whose gradient was clipped"
-        elif confounds:
+        if confounds:
             note = f"through {', '.join(confounds)}"
         else:
             note = f"from {', '.join(x.key for x in because[:3])}" if because else "no key of the config explains it"
@@ -246,22 +240,42 @@ def _of_size(arms: Arms, of_config: Sequence[Difference], best: Arms) -> list[Di
     return found
 
 
+def _of_clipping(best: Arms, causes: Sequence[Difference]) -> list[Difference]:
+    """A difference in the share of clipped steps. It is the mean over an arm's best runs, because single runs are
+    clipped more or less by chance."""
+    seen = Seen("clipped_share", best, partial(_measured, "clipped_share"))
+    if len(best) < 2 or not all(seen.of(arm) for arm in best):
+        return []
+    shared = set.intersection(*map(set, seen.by_arm.values()))
+    shares = {}
+    for arm, by_budget in seen.by_arm.items():
+        of_runs = [x for budget, of in by_budget.items() if budget in shared or not shared for x in of]
+        shares[arm] = round(sum(of_runs) / len(of_runs), 4)
+    if max(shares.values()) - min(shares.values()) < LEAST_SHARE:
+        return []
+    sections = ("optim.", "schedule.", "model.", "train.")
+    because = {x.key: x.kind for x in causes if not x.within and x.key.startswith(sections)}
+    kind = CONFOUND if not because or because.get("optim.clip_norm") == CONFOUND else FOLLOWS
+    note = "share of the steps, of the runs that are compared, whose gradient was clipped"
+    return [Difference("clipped_share", {arm: [share] for arm, share in shares.items()}, note=note, kind=kind)]
+
+
 def _of_data(arms: Arms, under_test: Collection[str]) -> list[Difference]:
-    """Where runs of one seed have read other rows, and runs were validated on other rows."""
+    """Differences in the training rows of a seed, and in the validation rows."""
     kind = UNDER_TEST if covers(under_test, "data.path") else CONFOUND
     found = []
     for arm, runs in arms.items():
-        for seed, one, other, tokens, values in first_differences({arm: runs}):
-            note = f"seed {seed}: {one.path.name} and {other.path.name} have read other rows up to {tokens:,} tokens"
+        for one, other, tokens, values in _other_rows(itertools.combinations(runs, 2)):
+            names = f"{one.path.name} and {other.path.name}"
+            note = f"seed {one.seed}: {names} have read other rows up to {tokens:,} tokens"
             found.append(Difference("data_hash", {arm: values}, within=True, note=note, kind=kind))
             break
     for first, second in itertools.combinations(arms, 2):
-        both = {first: arms[first], second: arms[second]}
-        for seed, _, _, tokens, values in first_differences(both):
-            note = f"seed {seed}: other rows up to {tokens:,} tokens, so that runs of one seed are not paired"
+        for one, _, tokens, values in _other_rows(itertools.product(arms[first], arms[second])):
+            note = f"seed {one.seed}: other rows up to {tokens:,} tokens, so that runs of one seed are not paired"
             found.append(Difference("data_hash", {first: values[:1], second: values[1:]}, note=note, kind=kind))
             break
-    seen = see("rows_hash", arms, lambda run: [run.rows_hash] if run.is_annealed else [])
+    seen = Seen("rows_hash", arms, lambda run: [run.rows_hash] if run.is_annealed else [])
     values = distinct(itertools.chain.from_iterable(seen.all().values()))
     if len(values) > 1:
         note = "validated on other rows of the text: not paired by row, and their noise is not in the interval"
@@ -271,8 +285,18 @@ def _of_data(arms: Arms, under_test: Collection[str]) -> list[Difference]:
     return found
 
 
+def _other_rows(pairs: Iterable[tuple[Run, Run]]) -> Iterator[tuple[Run, Run, int, list[str]]]:
+    """The pairs of one seed with different training rows; the tokens and both hashes at the first difference."""
+    for one, other in pairs:
+        if one.seed != other.seed:
+            continue
+        a, b = one.data_hashes, other.data_hashes
+        if (tokens := next((n for n in sorted(a.keys() & b.keys()) if a[n] != b[n]), None)) is not None:
+            yield one, other, tokens, [a[tokens], b[tokens]]
+
+
 def _within(seen: Seen, of_the_budget: Collection[str]) -> Iterator[Difference]:
-    """Where the runs of one arm differ, seeds and budgets apart."""
+    """Differences between the runs of one arm, apart from seeds and budgets."""
     if seen.key in ("run.seed", "n_params", "train.batch_tokens"):
         return
     for arm, by_budget in seen.by_arm.items():
@@ -283,8 +307,8 @@ def _within(seen: Seen, of_the_budget: Collection[str]) -> Iterator[Difference]:
 
 
 def _only_by_name(seen: Seen, arms: Arms) -> bool:
-    """Whether an option is only there in some arms, where it has the value that the architecture brings: then the
-    architecture's name says it all. Also a sum that other keys say."""
+    """True for an option that some arms lack and the others have at their architecture's value: the name of the
+    architecture says as much. Also for a batch_tokens that is rows times context."""
     runs = list(itertools.chain.from_iterable(arms.values()))
     if seen.key == "train.batch_tokens":
         return all(run.config.get(seen.key) == run.tokens_per_step for run in runs)
@@ -297,7 +321,7 @@ def _only_by_name(seen: Seen, arms: Arms) -> bool:
 
 
 def _is_brought(seen: Seen, arms: Arms) -> bool:
-    """Whether each run has what its own architecture and recipe bring."""
+    """True if each run has the value of its architecture and recipe."""
     runs = itertools.chain.from_iterable(arms.values())
     return all(same(value_of(run.config, seen.key), brought(run.config, seen.key)) for run in runs)
 

@@ -1,4 +1,4 @@
-"""The files of evals/, the loss of each validation row: read within bounds, and compared with their record."""
+"""The files of evals/, with the loss of each validation row: read within bounds, and compared with their record."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_whole
 
 MOST_BYTES = 1 << 26  # of a file: 4 million rows
-MOST_TARGETS = 1 << 40  # of a row, so that their sum is no more than int64 holds
-MOST_LOSS = 2.0**129 * MOST_TARGETS  # of a row: each target's is of fp32 logits
+MOST_TARGETS = 1 << 40  # of a row; their sum fits int64
+MOST_LOSS = 2.0**129 * MOST_TARGETS  # of a row; the loss of a target comes from fp32 logits
 ARRAYS = {"loss_sum": "<f8", "n_targets": "<i8", "rows_hash": "<U"}
 
 
@@ -28,12 +28,11 @@ class Rows:
 
     loss_sum: np.ndarray  # (R,) fp64, nats
     n_targets: np.ndarray  # (R,) int64
-    rows_hash: str  # which rows they are
+    rows_hash: str  # identifies the rows
 
 
 def read_rows(path: Path) -> Rows:
-    """The rows of a file as the program writes it: not compressed, so that it takes no more memory than its size.
-    Raises DataError."""
+    """The rows of a file. It must not be compressed, so it takes no more memory than its size. Raises DataError."""
     try:
         with zipfile.ZipFile(io.BytesIO(read_whole(path, MOST_BYTES))) as archive:
             members = archive.infolist()
@@ -47,7 +46,7 @@ def read_rows(path: Path) -> Rows:
             raise ValueError("loss_sum and n_targets are not of the same rows")
         if rows.n_targets.min() < 0 or not 0 < rows.n_targets.max() < MOST_TARGETS:
             raise ValueError("its numbers of targets cannot be")
-        ends = rows.loss_sum[np.isfinite(rows.loss_sum)]  # NaN and infinite are those of a run that diverged
+        ends = rows.loss_sum[np.isfinite(rows.loss_sum)]  # a diverged run has NaN and infinite losses
         if (rows.loss_sum < 0).any() or (ends > MOST_LOSS).any():
             raise ValueError("its losses cannot be")
     except (OSError, ValueError, RuntimeError, EOFError, struct.error, zipfile.BadZipFile) as error:
@@ -60,8 +59,8 @@ def read_rows(path: Path) -> Rows:
 
 
 def _array(content: bytes, kind: str) -> np.ndarray:
-    """The numbers of a .npy file, `(n,)`, or its one text, `(1,)`. Nothing is taken from the header, which may lie: it
-    has to be numpy's for what follows. Raises ValueError."""
+    """The numbers of a .npy file, `(n,)`, or its single text, `(1,)`. The header may lie, so it must equal numpy's
+    header for the content. Raises ValueError."""
     start = 10 + int.from_bytes(content[8:10], "little")
     is_text = kind == "<U"
     dtype = np.dtype(f"<U{(len(content) - start) // 4}" if is_text else kind)
@@ -73,10 +72,10 @@ def _array(content: bytes, kind: str) -> np.ndarray:
 
 
 def contradictions(record: Mapping[str, Any], rows: Rows | None) -> Iterator[tuple[str, Any, Any]]:
-    """The name of each metric of an eval record that its rows, or else its other metrics, contradict; the recorded
-    value, and theirs.
+    """(metric, recorded value, computed value) for each contradiction of an eval record with its rows, or without rows
+    with its other metrics.
 
-    Equal means to the bit: numpy adds in the same order everywhere. exp alone may differ by its last digit.
+    Equal means to the bit: numpy adds in the same order everywhere. Only exp may differ in its last digit.
     """
     expected: dict[str, Any] = {}
     loss, n_targets, bits = record.get("loss"), record.get("n_targets"), record.get("bits_per_byte")
@@ -90,7 +89,7 @@ def contradictions(record: Mapping[str, Any], rows: Rows | None) -> Iterator[tup
     if total is not None and bits:
         expected["bits_per_byte"] = total / math.log(2) / max(1, n_bytes(total, bits)) if math.isfinite(total) else None
     close = {"ppl": 1e-14, "bits_per_byte": 0.0 if rows else 1e-14}
-    # Records have what is not finite as null.
+    # Records have null for numbers that are not finite.
     endless = [name for name, value in expected.items() if isinstance(value, float) and not math.isfinite(value)]
     expected |= dict.fromkeys(endless)
     for name, value in expected.items():
@@ -101,5 +100,5 @@ def contradictions(record: Mapping[str, Any], rows: Rows | None) -> Iterator[tup
 
 
 def n_bytes(total: float, bits: float) -> int:
-    """Bytes of the text of all targets, whose losses sum to `total`: a whole number."""
+    """Bytes of the text of all targets, whose losses sum to `total`."""
     return round(min(total / math.log(2) / bits, 2.0**53))

@@ -1,4 +1,4 @@
-"""Runs as `compare` reads them: from config.yaml, run.json, metrics.jsonl and evals/ of their directories."""
+"""Runs, read from config.yaml, run.json, metrics.jsonl, exit.json and evals/ of their directories."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ngpt_train.core.recorded import read_starts as starts_of
 from ngpt_train.study.compare.row_losses import Rows, contradictions, read_rows
 from ngpt_train.study.definition import SAME_BUDGET
 
-# Keys of a config with which runs are counted and grouped. All others are compared, shown, and no more.
+# Checked keys of a config, which count and group runs. All others are only compared and shown.
 KEYS = {
     **{"train.steps": POSITIVE, "run.seed": COUNT, "run.name": TEXT, "optim.lr": ABOVE_0},
     **{"train.batch_rows": POSITIVE, "train.batch_tokens": POSITIVE},
@@ -29,23 +29,23 @@ KEYS = {
     **dict.fromkeys(("model.context", "model.d_model", "model.n_layers", "model.vocab_size"), POSITIVE),
 }
 
-# What a start notes in run.json of itself, and not of what was computed.
+# Facts of a start in run.json that say nothing about its computation.
 OF_THE_START = ("time", "step", "job", "kernels", "damaged", "changed", "n_params", "init", "host")
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run directory. A run of which nothing is known yet has empty records. Each field of a record, a start and the
-    end is of its kind (core/recorded.py), or null where that is not known."""
+    """A run directory. core/recorded.py has checked the kind of each field of records, starts and end; unknown values
+    are None."""
 
     path: Path
-    config: Mapping[str, Any]  # dotted key -> value, as config.yaml has it; keys of older versions may be missing
-    starts: list[Record]  # as run.json has them: git_commit, versions, device, world_size, n_params, ...
-    rollbacks: list[Record]  # and these
-    train: list[Record]  # the records of metrics.jsonl by step, of kind train
-    evals: list[Record]  # and of kind eval
-    end: Record | None  # exit.json: code, reason, step; None where the run has not ended by itself
-    damaged: int = 0  # lines of metrics.jsonl that are no records, such as one that a kill has cut
+    config: Mapping[str, Any]  # by dotted key; a config.yaml of an older version lacks keys
+    starts: list[Record]  # run.json: git_commit, versions, device, world_size, n_params, ...
+    rollbacks: list[Record]  # run.json
+    train: list[Record]  # metrics.jsonl, kind train, by step
+    evals: list[Record]  # metrics.jsonl, kind eval, by step
+    end: Record | None  # exit.json: code, reason, step; None before the run ends by itself
+    damaged: int = 0  # lines of metrics.jsonl that are no records, after a kill for example
 
     @property
     def facts(self) -> Record:
@@ -54,16 +54,18 @@ class Run:
 
     @property
     def seed(self) -> int:
-        return int(self.config.get("run.seed", 0))
+        """run.seed; without one, the seed in the name of the directory, or 0."""
+        found = re.search(r"seed[-_]?(\d+)", self.path.name)
+        return int(self.config.get("run.seed", found[1] if found else 0))
 
     @property
     def steps(self) -> int:
-        """Steps of the schedule, at whose end the learning rate is annealed."""
+        """Steps of the schedule, which anneals the learning rate at its end."""
         return int(self.config["train.steps"])
 
     @property
     def is_annealed(self) -> bool:
-        """Whether the run has reached the end of its schedule, and was validated there."""
+        """True if the run was validated at the end of its schedule."""
         return bool(self.evals) and self.evals[-1]["step"] == self.steps
 
     @property
@@ -72,7 +74,7 @@ class Run:
 
     @property
     def n_params_without_embeddings(self) -> int | None:
-        """Parameters but for the embeddings of the input, of the source of an encoder-decoder, and of the output."""
+        """Parameters without the embeddings of input, output and an encoder-decoder's source."""
         size, width = self.config.get("model.vocab_size"), self.config.get("model.d_model")
         if self.n_params is None or not isinstance(size, int) or not isinstance(width, int):
             return None
@@ -90,7 +92,7 @@ class Run:
 
     @property
     def flops_per_token(self) -> float | None:
-        """As the records have it: FLOPs so far over the tokens of so many steps."""
+        """From the last record: FLOPs so far over the tokens of its steps."""
         for record in reversed([*self.train, *self.evals]):
             flops, step = record.get("flops"), record.get("step")
             if flops is not None and self.tokens_per_step and step:
@@ -108,14 +110,14 @@ class Run:
 
     @property
     def clipped_share(self) -> float | None:
-        """Share of all steps whose gradient was clipped, 0 without clipping; None where no record says it."""
+        """Share of the steps with a clipped gradient, 0 without clipping; None if no record says it."""
         shares = [record["clipped"] or 0.0 for record in self.train if "clipped" in record]
         return sum(shares) / len(shares) if shares else None
 
     @property
     def budget(self) -> float:
-        """Tokens of the schedule: steps times tokens per step as the config has them, unless it does not say it, or
-        the records count something else."""
+        """Tokens of the schedule: steps times tokens per step of the config. The count of the records replaces it if
+        the config does not say it, or if both differ by a quarter."""
         counted, per_step = self._counted(), self.tokens_per_step
         planned = None if per_step is None else self.steps * per_step
         if counted is None:
@@ -123,7 +125,7 @@ class Run:
         return float(planned) if planned and 0.8 < counted / planned < 1.25 else counted
 
     def _counted(self) -> float | None:
-        """The targets of the whole schedule, as the last records count them."""
+        """The targets of the whole schedule, by the count of the last record."""
         for record in reversed([*self.train, *self.evals]):
             tokens, step = record.get("tokens"), record.get("step")
             if tokens and step:
@@ -132,21 +134,21 @@ class Run:
 
     @property
     def rows_hash(self) -> str | None:
-        """Which rows the last validation had."""
+        """Identifies the rows of the last validation."""
         found = self.evals[-1].get("rows_hash") if self.evals else None
         return self.rows.rows_hash if found is None and self.rows is not None else found
 
     @cached_property
     def data_hashes(self) -> dict[int, str]:
-        """Which rows the run has read, by the tokens in them."""
+        """data_hashes[tokens]: identifies the rows read up to there."""
         known = [x for x in self.train if x.get("tokens") is not None and x.get("data_hash")]
         return {x["tokens"]: x["data_hash"] for x in known}
 
     @cached_property
     def facts_by_name(self) -> dict[str, list[Any]]:
-        """Code, versions, machine and data of the starts whose steps are part of the run: the distinct values."""
+        """The distinct values of code, versions, machine and data, over all starts."""
         found: dict[str, list[Any]] = {}
-        # A start whose steps were all taken again by a later one does not count.
+        # A start does not count if a later one took all of its steps again.
         steps = [*(start.get("step") or 0 for start in self.starts), math.inf]
         starts = [start for k, start in enumerate(self.starts) if steps[k + 1] > steps[k]]
         for start in starts:
@@ -162,7 +164,7 @@ class Run:
 
     @cached_property
     def rows(self) -> Rows | None:
-        """The rows of the last validation; None where its file is missing. Raises DataError where it is damaged."""
+        """The rows of the last validation; None without a file. Raises DataError if the file is damaged."""
         return self.rows_at(self.evals[-1]["step"]) if self.evals else None
 
     def rows_at(self, step: int, of: str = "") -> Rows | None:
@@ -175,7 +177,7 @@ def rows_file(step: int, of: str = "") -> str:
 
 
 def read_run(path: Path) -> Run:
-    """The run in the directory `path`. Raises DataError where it is none, or where a file of it cannot be read."""
+    """The run in the directory `path`. Raises DataError for another directory and for unreadable files."""
     if not (path / "config.yaml").is_file():
         raise DataError(f"{path} is not a run directory: it has no config.yaml. Name directories such as runs/NAME.")
     metrics = path / "metrics.jsonl"
@@ -194,7 +196,7 @@ def read_run(path: Path) -> Run:
 
 
 def _config(path: Path) -> Record:
-    """The keys of a config.yaml by dotted name, with values as JSON has them. Raises DataError."""
+    """The keys of a config.yaml by dotted name, with values of JSON. Raises DataError."""
     import yaml
 
     try:
@@ -211,8 +213,8 @@ def _config(path: Path) -> Record:
 
 
 def contradicted(run: Run, record: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any, str]]:
-    """Each metric of an eval record that the losses of its rows contradict, at every context: its name, the recorded
-    value, the one that they give, and a sentence. Raises DataError where a file of evals/ is damaged."""
+    """(metric, recorded value, computed value, sentence) for each contradiction of an eval record with its rows, at
+    every context. Raises DataError for a damaged file of evals/."""
     for of in dict.fromkeys(found[0] if (found := re.search(r"_ctx\d+$", name)) else "" for name in record):
         metrics = {name.removesuffix(of): value for name, value in record.items() if name.endswith(of)}
         of_rows = of.replace("_ctx", "_context_")
@@ -224,7 +226,7 @@ def contradicted(run: Run, record: Mapping[str, Any]) -> Iterator[tuple[str, Any
 
 
 def common_budgets(arms: Mapping[str, Sequence[Run]], tolerance: float = SAME_BUDGET) -> dict[Path, int]:
-    """The budget of each run, in tokens, the same for those that differ by the rounding to whole steps."""
+    """The budget of each run in tokens. Budgets that differ by the rounding to whole steps become equal."""
     budgets = {run.path: run.budget for runs in arms.values() for run in runs}
     found: dict[Path, int] = {}
     first = 0.0

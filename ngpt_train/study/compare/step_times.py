@@ -1,5 +1,5 @@
-"""Optimizer steps of all arms, timed in turn in one process: the clocks of runs tell as much of what else the machine
-did. What was measured stays in the report's directory, so that a comparison can be repeated."""
+"""Optimizer steps of all arms, timed in turn in one process: the runs' own clocks depend on the load of the machine.
+step_times.json in the report's directory keeps them, so a comparison can be repeated."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from ngpt_train.config.stored import read_yaml
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json
 from ngpt_train.core.recorded import ABOVE_0, LIST, TABLE, TEXT, checked
+from ngpt_train.study.compare.clocks import STEP_TIMES
 from ngpt_train.study.compare.runs import Run
 
-FILE = "step_times.json"
 ROUNDS = 10
 WARM_UP = 3
-# What a step's time depends on; where it changes, what was measured is of other steps.
+# Keys that change the time of a step. A change makes stored times invalid.
 _OF_A_STEP = ("model.", "train.batch_rows", "train.micro_rows", "train.precision", "train.compile", "optim.name")
 
 Times = dict[str, dict[str, Any]]
 
 
 def fingerprint(run: Run) -> str:
-    """A hash of the keys that a step's time depends on."""
+    """A hash of the keys that change the time of a step."""
     keys = {key: value for key, value in run.config.items() if key.startswith(_OF_A_STEP)}
     return hashlib.sha256(json.dumps(keys, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def stored(out: Path, runs: Mapping[str, Run]) -> Times:
-    """Step times of these arms that an earlier comparison left in `out`; an arm is given by one of its runs."""
-    if not (out / FILE).exists():
+    """Step times of these arms from an earlier comparison in `out`. runs: one of each arm."""
+    if not (out / STEP_TIMES).exists():
         return {}
-    of_arms = checked(read_json(out / FILE), {"arms": TABLE}, str(out / FILE), ["arms"])["arms"]
-    times = checked(of_arms, {"": TABLE}, f"{out / FILE}: arms")
+    of_arms = checked(read_json(out / STEP_TIMES), {"arms": TABLE}, str(out / STEP_TIMES), ["arms"])["arms"]
+    times = checked(of_arms, {"": TABLE}, f"{out / STEP_TIMES}: arms")
     found = {name: times[name] for name, run in runs.items() if (times.get(name) or {}).get("of") == fingerprint(run)}
     for name, of_arm in found.items():
-        where = f"{out / FILE}: {name}"
+        where = f"{out / STEP_TIMES}: {name}"
         if checked(of_arm, {"untimed": TEXT}, where).get("untimed") is None:
             checked(
                 of_arm, {"seconds_per_token": LIST, "step_time": ABOVE_0}, where, ("seconds_per_token", "step_time")
@@ -52,12 +52,13 @@ def stored(out: Path, runs: Mapping[str, Run]) -> Times:
 
 
 def measure(runs: Mapping[str, Run], own: Config, rounds: int = ROUNDS) -> Times:
-    """Times a step of each arm, given by one of its runs, on random tokens and on this machine, once in every round.
-    own: the config of the command line, for what a run does not decide here.
+    """Times a step of each arm on random tokens on this machine, once in every round.
 
-    Returns for each arm `seconds_per_token` of the rounds (CPU time on a CPU, because other
-    processes disturb wall-clock time), `step_time` (wall clock, median, in seconds), `tokens` (of a step), `device`;
-    or, of an arm that could not be timed, `untimed`, a sentence. `of` is its fingerprint.
+    runs: one of each arm. own: the config of the command line, for keys that a run may not set here.
+
+    Returns by arm `of` (fingerprint), `seconds_per_token` of the rounds (CPU time on a CPU, because other processes
+    disturb wall-clock time), `step_time` (wall clock, median, in seconds), `tokens` of a step, `device`; or `untimed`,
+    a sentence, if the arm could not be timed.
     """
     import torch
 

@@ -9,22 +9,30 @@ from typing import Protocol
 
 from ngpt_train.study.points import Point
 
+LOGS = "logs"  # directory of a study with the output of each run
+
 
 @dataclass(frozen=True)
 class Job:
-    """A run to be made. arguments: of `train`, the options --config-dir and --plugin among them."""
+    """A run to make. arguments: of `train`, with the options --config-dir and --plugin."""
 
     point: Point
     run: Path  # its directory
     arguments: tuple[str, ...]
 
+    def make_log(self) -> Path:
+        """The file for the output of the run, in a directory that exists."""
+        log = self.run.parent.parent / LOGS / f"{self.run.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        return log
+
 
 @dataclass(frozen=True)
 class Ended:
-    """A job whose process has ended, however. What has become of the run stands in its directory.
+    """A job whose process has ended. The run's directory has its result.
 
-    how: in words, where that does not say it, such as "killed by SIGKILL" or the last line that the process wrote.
-    code: the exit code of `train`; None where it is not known, or a signal has ended it.
+    how: "killed by SIGKILL", for example, or the last line of the output. code: the exit code of `train`; None if it is
+    unknown, or after a signal.
     """
 
     job: Job
@@ -33,26 +41,25 @@ class Ended:
 
 
 class Engine(Protocol):
-    """Runs jobs, several at once."""
+    """Runs jobs side by side."""
 
-    jobs: int  # at most side by side
+    jobs: int  # side by side at most
     threads: int  # OMP_NUM_THREADS of each process of a run
 
     def room(self) -> int:
-        """How many more jobs may be started now."""
+        """The number of jobs that may be started now."""
         ...
 
     def start(self, job: Job) -> None: ...
 
     def running(self) -> Sequence[Job]:
-        """The jobs that were started and whose end `ended` has not told; those in a queue, too."""
+        """The started jobs, in a queue or running, whose end `ended` has not returned."""
         ...
 
     def ended(self, seconds: float) -> list[Ended]:
-        """The jobs that have ended since the last call; waits at most so many seconds for one."""
+        """The jobs that have ended since the last call. Waits for one, this number of seconds at most."""
         ...
 
     def stop(self) -> None:
-        """Asks all jobs to save and to end, and `ended` tells of them as they do; a cluster's jobs go on, and are no
-        longer among those that are running."""
+        """Asks all jobs to save and end; `ended` returns them. The jobs of a cluster continue, and leave `running`."""
         ...

@@ -1,4 +1,4 @@
-"""Runs the points of a study on this machine, several side by side, each in a process of its own."""
+"""Runs the points of a study on this machine, side by side, each in its own process."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json
 from ngpt_train.study.engines import Ended, Job, child
 
-MOST_JOBS = 8  # that auto starts on CPUs: each holds torch, half a GB
-LOGS = "logs"  # directory of a study: what the process of each run has written
+MOST_JOBS = 8  # of study.jobs=auto on CPUs: each process loads torch, half a GB
 _LOOK_SECONDS = 0.1
-_SAVING_SECONDS = 120.0  # that a run which was asked to stop has to save
+_SAVING_SECONDS = 120.0  # from the request to stop until the kill
 _LAST_BYTES = 4096
 
 
@@ -36,12 +35,12 @@ class _Process:
 
 @dataclass
 class LocalEngine:
-    """Processes of `python -m ngpt_train train`, which end with this process however it ends: they save first."""
+    """Processes of `python -m ngpt_train train`. They save and end when this process ends, however it ends."""
 
     jobs: int
     threads: int
     gpus: tuple[str, ...] = ()
-    keeps_threads: bool = False  # a run that goes on has the threads that it began with, and not `threads`
+    keeps_threads: bool = False  # True: a resumed run has its first number of threads instead of `threads`
     _processes: list[_Process] = field(default_factory=list)
     _asked_to_stop: float | None = None
 
@@ -49,8 +48,7 @@ class LocalEngine:
         return self.jobs - len(self._processes) if self._asked_to_stop is None else 0
 
     def start(self, job: Job) -> None:
-        log = job.run.parent.parent / LOGS / f"{job.run.name}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
+        log = job.make_log()
         devices = self._free_devices()
         threads = (began_with(job.run) if self.keeps_threads else None) or self.threads
         with log.open("ab") as output:
@@ -60,7 +58,7 @@ class LocalEngine:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # In a process group of its own: a Ctrl-C reaches it once, through `stop`.
+                # In its own process group, so a Ctrl-C reaches it once, through `stop`.
                 process_group=0,
             )
         self._processes.append(_Process(job, devices, popen, log))
@@ -89,7 +87,7 @@ class LocalEngine:
                 process.popen.send_signal(signal.SIGTERM)
 
     def _free_devices(self) -> tuple[str, ...]:
-        """The GPUs of a new run: an equal share, or the one that the fewest runs use where there are more runs."""
+        """The GPUs of a new run: an equal share, or, with fewer GPUs than runs, the least used one."""
         share = len(self.gpus) // self.jobs
         in_use = [device for process in self._processes for device in process.devices]
         by_use = sorted(self.gpus, key=in_use.count)
@@ -97,10 +95,9 @@ class LocalEngine:
 
 
 def local_engine(config: StudyConfig, gpus: Sequence[str], cores: int, runs: Path) -> LocalEngine:
-    """The engine of `study.jobs` and `study.threads` on a machine with these GPUs and so many cores.
+    """The engine of `study.jobs` and `study.threads` on a machine with these GPUs and cores.
 
-    runs: the study's run directories. Their number of threads goes on, because another one changes losses in their last
-    digits.
+    runs: the directory of the study's runs. They keep their number of threads, which changes the last digits of losses.
     """
     jobs = (len(gpus) or min(cores, MOST_JOBS)) if config.jobs == AUTO else int(config.jobs)
     if config.threads != AUTO:
@@ -109,14 +106,14 @@ def local_engine(config: StudyConfig, gpus: Sequence[str], cores: int, runs: Pat
 
 
 def threads_of(runs: Path) -> int | None:
-    """The threads that the runs of a directory began with, and only if it has none of its own those of other studies'
-    that it shares; None where none has begun."""
+    """The first number of threads of a run in the directory; of a run shared with another study if there is no other.
+    None if no run has begun."""
     paths = sorted(runs.glob("*/run.json"), key=lambda path: (path.parent.is_symlink(), path))
     return next((threads for path in paths if (threads := began_with(path.parent)) is not None), None)
 
 
 def began_with(run: Path) -> int | None:
-    """The threads that a run began with, by its run.json; None where that does not say it."""
+    """The first number of threads of a run, by its run.json; None if unknown."""
     with suppress(DataError, LookupError, TypeError):
         threads = read_json(run / "run.json")["starts"][0]["threads"]
         return threads if type(threads) is int and threads > 0 else None
@@ -124,16 +121,16 @@ def began_with(run: Path) -> int | None:
 
 
 def launcher(ranks: int) -> list[str]:
-    """The command that starts a module in so many processes."""
+    """The command before the name of a module, to start it on this number of ranks."""
     if ranks < 2:
         return [sys.executable, "-m"]
-    # After SIGTERM the ranks have as long to save as a run of one process.
+    # After SIGTERM the ranks have as many seconds to save as a run of one process.
     options = ["--standalone", f"--nproc-per-node={ranks}", f"--shutdown-timeout={_SAVING_SECONDS:.0f}"]
     return [sys.executable, "-m", "torch.distributed.run", *options, "-m"]
 
 
 def environment_of_run(environment: Mapping[str, str], threads: int, devices: Sequence[str] | None) -> dict[str, str]:
-    """The environment of a run. devices: the GPUs that it sees; None leaves that as it is."""
+    """The environment of a run. devices: its visible GPUs; None keeps CUDA_VISIBLE_DEVICES."""
     chosen = {"OMP_NUM_THREADS": str(threads)}
     if devices is not None:
         chosen["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
@@ -141,14 +138,14 @@ def environment_of_run(environment: Mapping[str, str], threads: int, devices: Se
 
 
 def usable_cores() -> int:
-    """The cores that this process may use."""
+    """The number of cores for this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def usable_gpus(
     environment: Mapping[str, str] = os.environ, driver: Path = Path("/proc/driver/nvidia/gpus")
 ) -> list[str]:
-    """The names by which CUDA_VISIBLE_DEVICES calls the GPUs, without loading torch."""
+    """The GPUs by their names in CUDA_VISIBLE_DEVICES, without loading torch."""
     if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
         named = [name.strip() for name in visible.split(",")]
         return [name for name in named if name and name != "-1"]
@@ -163,7 +160,7 @@ def _ended(process: _Process) -> Ended:
 
 
 def last_line(log: Path) -> str:
-    """The last line that says an error, or else the last one; and whether the disk was too full for what came after."""
+    """The last line with an error, else the last line; with a remark if the disk is too full for more."""
     with suppress(OSError):
         lines = [line for line in _end_of(log).splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("error")]

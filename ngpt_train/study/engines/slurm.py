@@ -1,7 +1,7 @@
-"""Runs the points of a study on a Slurm cluster: a job for each, which submitit submits and queues again.
+"""Runs the points of a study on a Slurm cluster, each as a job of submitit.
 
-The queue itself is the record of what was submitted: a job's name says which run directory it is for. So a study that
-is started again finds the jobs of its last start, also where that was killed, and submits none twice.
+The queue is the record of submitted jobs: the name of a job contains its run directory. A study that starts again finds
+its jobs there, even after a kill, and submits none twice.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from ngpt_train.config.keys import AUTO
 from ngpt_train.config.sections.studies import SlurmConfig, StudyConfig
 from ngpt_train.config.validate import mistake
 from ngpt_train.study.engines import Ended, Job
-from ngpt_train.study.engines.local import LOGS, environment_of_run, last_line, launcher
+from ngpt_train.study.engines.local import environment_of_run, last_line, launcher
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "slurm"  # directory of a study: what submitit writes
-MOST_JOBS = 100  # of auto
-SAVING_SECONDS = 300  # that a run has to save before its job's time is over
-QUEUED_AGAIN = 20  # so often a job may be because its time is over
-LOOK_SECONDS = 5.0  # between two looks at the queue, which others use, too
-GONE_SECONDS = 20.0  # that a job is out of the queue, and its result not yet on this machine's file system
-# Options of sbatch that others decide.
+FOLDER = "slurm"  # directory of a study with the files of submitit
+MOST_JOBS = 100  # of study.jobs=auto
+SAVING_SECONDS = 300  # for a run to save before the end of its job's time
+QUEUED_AGAIN = 20  # times at most, for jobs whose time is over
+LOOK_SECONDS = 5.0  # between two looks at the queue, which other users ask too
+GONE_SECONDS = 20.0  # from a job's end until its result must have reached this machine's file system
+# Options of sbatch that the study sets.
 _DECIDED = ("job-name", "output", "error", "signal", "requeue", "nodes", "ntasks-per-node", "array", "open-mode")
 
 
 @dataclass
 class Training:
-    """A job: it trains one run, or goes on with it. submitit takes it to the node and calls it there."""
+    """A job, which trains or resumes one run. submitit calls it on the node."""
 
     command: list[str]
     environment: dict[str, str]
-    directory: str  # where the study was started
+    directory: str  # the working directory of the study
     log: str
     _child: subprocess.Popen[bytes] | None = None
     _is_ending: bool = False
 
     def __call__(self) -> tuple[int, str]:
-        """The exit code of `train`, and what it said last."""
-        # Slurm sends SIGUSR2 to whole process groups; a run, which has not asked for it, would die of it.
+        """The exit code of `train`, and its last line."""
+        # Slurm sends SIGUSR2 to whole process groups, and would kill a run that does not trap it.
         command = ["sh", "-c", 'trap "" USR2; exec "$@"', "sh", *self.command]
         signal.signal(signal.SIGTERM, self._end)
         with Path(self.log).open("ab") as output:
@@ -67,18 +67,17 @@ class Training:
                 stderr=subprocess.STDOUT,
                 process_group=0,
             )
-        # Not `wait`: within it the handler of SIGUSR2, which waits itself, would never get the child's end.
+        # Not `wait`: the handler of SIGUSR2 waits too, and inside a `wait` it would never see the end of the child.
         while (code := self._child.poll()) is None:
             time.sleep(0.1)
         if self._is_ending:
-            # scancel or a preemption. Slurm ends this process, and queues a preempted job again, which a result of it
-            # would prevent.
+            # scancel or a preemption: Slurm ends this process, and queues a preempted job again unless it has a result.
             time.sleep(SAVING_SECONDS)
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else last_line(Path(self.log))
         return code, how
 
     def checkpoint(self) -> Any:
-        """Queues the job again. submitit calls it when the job's time is nearly over."""
+        """Queues the job again. submitit calls it shortly before the end of the job's time."""
         from submitit.helpers import DelayedSubmission
 
         self._end()
@@ -94,7 +93,7 @@ class Training:
             os.kill(self._child.pid, signal.SIGTERM)
 
     def _has_ended(self) -> bool:
-        """Unlike `poll`, also within a signal handler that interrupts `poll`."""
+        """Unlike `poll`, safe in a signal handler that interrupts `poll`."""
         assert self._child is not None
         with suppress(ChildProcessError):
             return os.waitid(os.P_PID, self._child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
@@ -110,14 +109,14 @@ class _Submitted:
 
 @dataclass
 class SlurmEngine:
-    """Jobs of a Slurm cluster. They outlive this process: a study that is stopped leaves them in the queue."""
+    """Jobs of a Slurm cluster. They outlive this process, and stay in the queue when the study is stopped."""
 
     jobs: int
     threads: int
     slurm: SlurmConfig
     folder: Path
     _submitted: dict[str, _Submitted] = field(default_factory=dict)  # by name
-    _queue: dict[str, str] = field(default_factory=dict)  # name -> number, of the user's jobs
+    _queue: dict[str, str] = field(default_factory=dict)  # _queue[name]: number of the user's job
     _looked: float = -1e9
     _is_stopped: bool = False
 
@@ -125,7 +124,7 @@ class SlurmEngine:
         return 0 if self._is_stopped else self.jobs - len(self._submitted)
 
     def start(self, job: Job) -> None:
-        """Submits the job, unless it is in the queue already. Raises ConfigError where sbatch refuses it."""
+        """Submits the job, unless it is in the queue already. Raises ConfigError if sbatch refuses it."""
         name = job_name(job.run)
         if time.monotonic() - self._looked > LOOK_SECONDS and not self._look():
             raise mistake("study.engine=slurm: squeue does not answer", "See whether squeue works here")
@@ -174,7 +173,7 @@ class SlurmEngine:
         return None
 
     def _look(self) -> bool:
-        """Asks for the user's jobs; False where there is no answer, so that none counts as gone."""
+        """Reads the user's jobs from squeue. False without an answer; then no job counts as gone."""
         command = ["squeue", "--noheader", "--user", getpass.getuser(), "--format=%i|%j"]
         found = subprocess.run(command, capture_output=True, text=True, check=False)
         if found.returncode:
@@ -190,13 +189,11 @@ class SlurmEngine:
     def _submit(self, job: Job, name: str) -> str:
         import submitit
 
-        log = job.run.parent.parent / LOGS / f"{job.run.name}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
         executor = submitit.SlurmExecutor(self.folder, max_num_timeout=QUEUED_AGAIN)
         executor.update_parameters(**parameters(self.slurm, name))
         command = [*launcher(self.slurm.gpus), "ngpt_train", "train", *job.arguments]
         environment = environment_of_run({}, self.threads, None)
-        training = Training(command, environment, str(Path.cwd()), str(log.absolute()))
+        training = Training(command, environment, str(Path.cwd()), str(job.make_log().absolute()))
         try:
             return str(executor.submit(training).job_id)
         except (subprocess.CalledProcessError, submitit.core.utils.FailedJobError, RuntimeError) as error:
@@ -208,8 +205,8 @@ _FIX = "Set study.slurm.partition, account, time, gpus, cpus, memory or argument
 
 
 def slurm_engine(config: StudyConfig, study: Path, is_used: bool = True) -> SlurmEngine:
-    """The engine of `study.slurm` for the study in the directory `study`. Raises ConfigError where an option of sbatch
-    is not the user's to set, or, if it is used, Slurm or submitit is missing."""
+    """The engine of `study.slurm` for the study in the directory `study`. Raises ConfigError for an option of sbatch
+    that the study sets, and, if the engine is used, without Slurm or submitit."""
     _extra(config.slurm.arguments)
     if is_used:
         _check_here()
@@ -231,7 +228,7 @@ def _check_here() -> None:
 
 
 def parameters(slurm: SlurmConfig, name: str) -> dict[str, Any]:
-    """submitit's parameters of a job."""
+    """The parameters of a job for submitit."""
     return {
         "job_name": name,
         "partition": slurm.partition,
@@ -243,13 +240,13 @@ def parameters(slurm: SlurmConfig, name: str) -> dict[str, Any]:
         "gpus_per_node": slurm.gpus or None,
         "mem": f"{slurm.memory}G" if slurm.memory else None,
         "signal_delay_s": SAVING_SECONDS,
-        "wckey": None,  # submitit's own, which clusters that check wckeys refuse
+        "wckey": None,  # submitit's default is refused by clusters that check wckeys
         "additional_parameters": {"requeue": True, **_extra(slurm.arguments)},
     }
 
 
 def job_name(run: Path) -> str:
-    """A name that says for which run directory a job is."""
+    """The name of the job for a run directory."""
     return f"{run.name}-{hashlib.sha256(str(run.absolute()).encode()).hexdigest()[:10]}"
 
 

@@ -1,1 +1,1 @@
-"""How the best learning rate of an architecture changes with its width, its depth and the length of a run."""
+"""`transfer`: the change of the best learning rate with width, depth and the length of a run."""

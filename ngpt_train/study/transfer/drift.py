@@ -1,4 +1,4 @@
-"""By how many octaves the best learning rate changes over a range of sizes, and how sure that is."""
+"""The change of the best learning rate over a range of sizes, in octaves, with its interval."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from statistics import NormalDist
 import numpy as np
 
 TRANSFERS, DRIFTS, NOT_RESOLVED = "transfers", "drifts", "not resolved"
-_LEAST_OCTAVES = 1e-3  # half the width of an interval: one of width 0 would count without end
+_LEAST_OCTAVES = 1e-3  # half the width of an interval at least: a width of 0 would have infinite weight
 
 
 @dataclass(frozen=True)
 class At:
-    """The best learning rate at a size, with its interval; no interval where the noise is not known (one seed)."""
+    """The best learning rate at a size, with its interval; None if the noise is unknown (one seed)."""
 
     size: float
     lr: float
@@ -36,15 +36,14 @@ class Drift:
 
 
 def fit_drift(points: Sequence[At], within: float, confidence: float) -> Drift:
-    """The drift over the sizes of `points`, of which there are two or more. All intervals have the confidence
-    `confidence`.
+    """The drift over the sizes of `points`. All intervals have the same confidence. Raises ValueError for fewer than
+    two sizes.
 
-    Least squares, each point weighted by its own interval. Where the points scatter about the line by more than their
-    intervals say, the drift's interval is wider by that factor. It counts the wider side of an optimum's interval, so
-    it is never too narrow for a lopsided one. Where a point has no interval, the drift has none.
+    A least-squares line, each point weighted by the wider side of its interval. If the points scatter more than their
+    intervals allow, the drift's interval grows by that factor. Without the interval of a point the drift has none.
 
-    The verdict is "transfers" where the interval lies within +-`within` octaves, else "drifts" where it excludes 0,
-    else "not resolved". Raises ValueError for fewer than two sizes.
+    The verdict is "transfers" if the interval lies within +-`within` octaves, else "drifts" if it excludes 0, else "not
+    resolved".
     """
     x = np.array([math.log2(point.size) for point in points])
     y = np.array([math.log2(point.lr) for point in points])

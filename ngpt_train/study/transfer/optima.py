@@ -1,4 +1,4 @@
-"""The best learning rate of each architecture, width, depth and budget that directories of studies and runs hold."""
+"""The best learning rate of each architecture, width, depth and budget in directories of studies and runs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import DataError
+from ngpt_train.study.bracket import Tuning
 from ngpt_train.study.compare.arms import found_arms
 from ngpt_train.study.compare.given_runs import gather
 from ngpt_train.study.compare.runs import Run, common_budgets
 from ngpt_train.study.compare.trials import read_arm, unfinished
 from ngpt_train.study.definition import LR
-from ngpt_train.study.tuning import Tuning
 
-# What the width, depth and length of a run may change in its configuration.
+# Keys that change with the width, depth and length of a run.
 SIZES = {
     *(f"model.{name}" for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_mlp", "n_encoder_layers")),
     "train.steps",
@@ -25,14 +25,14 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Optimum:
-    """The best learning rate of an architecture at a size and budget. architecture: a name for all that is no size."""
+    """The best learning rate at a size and budget. architecture: a name for all keys but the sizes."""
 
     architecture: str
     width: int
     depth: int
     tokens: int
     tuning: Tuning
-    n_seeds: int  # at the best value that was tried
+    n_seeds: int  # at the best tried value
     model: str  # model.name of its runs
     context: int
 
@@ -43,7 +43,7 @@ class Optimum:
 
 @dataclass(frozen=True)
 class Optima:
-    """All of them, with the confidence of their intervals, and sentences about what was left out."""
+    """Optima with the confidence of their intervals, and sentences about left-out runs."""
 
     found: list[Optimum]
     metric: str
@@ -52,7 +52,7 @@ class Optima:
 
 
 def read_optima(paths: Sequence[Path], confidence: float | None = None) -> Optima:
-    """The optima of studies, runs, and directories of runs. Raises DataError where one holds no run, or none has
+    """The optima of studies, runs, and directories of runs. Raises DataError if a directory has no run, or no run has
     ended."""
     runs: list[Run] = []
     tuned, metrics, confidences = {LR}, set[str](), list[float]()

@@ -15,10 +15,10 @@ def arms_of_sizes(
     widths: Sequence[int],
     depths: Sequence[int],
 ) -> dict[str, dict[str, Any]]:
-    """For each arm one of each width, at its own depth, and one of each depth, at its own width; `ngpt-d256-L4`.
+    """Each arm at each width with its own depth, and at each depth with its own width, named `ngpt-d256-L4`.
 
-    arms: what each sets. models: the resolved keys of each. Heads keep their width, and the MLP its share of d_model.
-    Raises ConfigError for a width that has no whole number of such heads.
+    arms: keys and values of each. models: resolved keys of each. Heads keep their width, and the MLP its share of
+    d_model. Raises ConfigError for a width without a whole number of such heads.
     """
     found = {}
     for arm, row in arms.items():

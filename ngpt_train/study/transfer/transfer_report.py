@@ -14,7 +14,7 @@ from ngpt_train.report.page import chart as drawn
 from ngpt_train.report.page.chart import Chart, Mark
 from ngpt_train.report.page.pictures import Picture, write_picture
 from ngpt_train.report.page.style import styles
-from ngpt_train.study.transfer.drift import At, Drift, fit_drift
+from ngpt_train.study.transfer.drift import DRIFTS, NOT_RESOLVED, TRANSFERS, At, Drift, fit_drift
 from ngpt_train.study.transfer.optima import Optima, Optimum
 
 FORMAT = 1
@@ -24,21 +24,40 @@ FILE, FIGURE = "transfer.json", "transfer"
 
 @dataclass(frozen=True)
 class Axis:
-    """The optima of an architecture that differ in one size alone."""
+    """The optima of an architecture along one size."""
 
     architecture: str
     name: str  # width, depth or horizon
     at: dict[str, int]  # the other two sizes
-    points: list[Optimum]  # the tuned ones, by size
-    drift: Drift | None  # None: fewer than two are tuned
-    sentence: str
+    points: list[Optimum]  # tuned optima by size
+    drift: Drift | None  # None for fewer than two tuned optima
+    confidence: float  # of the drift's interval
+    within: float  # octaves within which a rate transfers
 
     def size(self, optimum: Optimum) -> int:
         return int(getattr(optimum, AXES[self.name]))
 
+    @property
+    def sentence(self) -> str:
+        start, drift = f"{self.architecture} at {_place(self.at)}", self.drift
+        if drift is None:
+            return f"{start}: the drift with {self.name} is not known, fewer than two sizes are tuned."
+        sizes = f"{self.name} {self.size(self.points[0]):,} to {self.size(self.points[-1]):,}"
+        how = f"over {sizes} ({len(self.points)} sizes) the best lr changes by {drift.octaves:+.2f} octaves"
+        how += f" (a factor of {2**drift.octaves:.2f}"
+        if drift.low is None or drift.high is None:
+            return f"{start}: {how}), not resolved: an optimum without an interval, as with one seed."
+        how += f"; {self.confidence:.0%} interval {drift.low:+.2f} to {drift.high:+.2f})"
+        meaning = {
+            TRANSFERS: f"it transfers, within {self.within:g} octaves",
+            DRIFTS: "it drifts",
+            NOT_RESOLVED: f"not resolved: neither within {self.within:g} octaves nor apart from 0",
+        }
+        return f"{start}: {how}: {meaning[drift.verdict]}."
+
 
 def axes_of(optima: Optima, within: float) -> list[Axis]:
-    """Each line of two or more sizes, with its drift."""
+    """Each line of two or more sizes."""
     found = []
     for name, field in AXES.items():
         others = [other for other in AXES.values() if other != field]
@@ -54,13 +73,12 @@ def axes_of(optima: Optima, within: float) -> list[Axis]:
                 measured = [At(getattr(one, field), *_rates(one)) for one in points]
                 drift = fit_drift(measured, within, optima.confidence)
             where = dict(zip(others, at, strict=True))
-            axis = Axis(architecture, name, where, points, drift, "")
-            found.append(Axis(architecture, name, where, points, drift, _sentence(axis, optima.confidence, within)))
+            found.append(Axis(architecture, name, where, points, drift, optima.confidence, within))
     return found
 
 
 def left_out(optima: Optima) -> list[str]:
-    """A sentence for each optimum that no fit has, and for each run without an end."""
+    """A sentence for each optimum outside of the fits, and for each run that has not ended."""
     lines = []
     for one in optima.found:
         where = f"{one.architecture}, {_place({'width': one.width, 'depth': one.depth, 'tokens': one.tokens})}"
@@ -75,7 +93,7 @@ def left_out(optima: Optima) -> list[str]:
 
 
 def table_entries(optima: Optima) -> list[str]:
-    """The tuned rates in YAML for optim.lr_table: each belongs under a scale of its width and depth and its context."""
+    """The tuned rates as YAML entries of optim.lr_table. Each belongs to its scale and context."""
     lines = []
     for one in optima.found:
         if one.is_tuned:
@@ -101,11 +119,8 @@ def report_of(optima: Optima, axes: Sequence[Axis], within: float, commands: Ite
                 "axis": axis.name,
                 "at": axis.at,
                 "sizes": [axis.size(one) for one in axis.points],
-                "slope": axis.drift and axis.drift.slope,
-                "octaves": axis.drift and axis.drift.octaves,
-                "low": axis.drift and axis.drift.low,
-                "high": axis.drift and axis.drift.high,
-                "verdict": axis.drift.verdict if axis.drift else "not resolved",
+                **{name: getattr(axis.drift, name, None) for name in ("slope", "octaves", "low", "high")},
+                "verdict": axis.drift.verdict if axis.drift else NOT_RESOLVED,
                 "sentence": axis.sentence,
             }
             for axis in axes
@@ -175,25 +190,6 @@ def _rates(one: Optimum) -> tuple[float, float | None, float | None]:
 
 
 def _place(at: dict[str, int]) -> str:
-    """The sizes that are given, in words."""
+    """The given sizes in words."""
     words = {"width": "width {:,}", "depth": "{:,} layers", "tokens": "{:,} tokens"}
     return ", ".join(text.format(at[name]) for name, text in words.items() if name in at)
-
-
-def _sentence(axis: Axis, confidence: float, within: float) -> str:
-    start = f"{axis.architecture} at {_place(axis.at)}"
-    drift = axis.drift
-    if drift is None:
-        return f"{start}: the drift with {axis.name} is not known, fewer than two sizes are tuned."
-    sizes = f"{axis.name} {axis.size(axis.points[0]):,} to {axis.size(axis.points[-1]):,}"
-    how = f"over {sizes} ({len(axis.points)} sizes) the best lr changes by {drift.octaves:+.2f} octaves"
-    how += f" (a factor of {2**drift.octaves:.2f}"
-    if drift.low is None or drift.high is None:
-        return f"{start}: {how}), not resolved: an optimum without an interval, as with one seed."
-    how += f"; {confidence:.0%} interval {drift.low:+.2f} to {drift.high:+.2f})"
-    meaning = {
-        "transfers": f"it transfers, within {within:g} octaves",
-        "drifts": "it drifts",
-        "not resolved": f"not resolved: neither within {within:g} octaves nor apart from 0",
-    }
-    return f"{start}: {how}: {meaning[drift.verdict]}."

@@ -26,6 +26,7 @@ READERS = {
     "evaluation/restore.py": "model; generate and export use no more, `combine` takes the text",
     "interop/foreign_model.py": "model; the rest becomes the config of the imported run, which `taken` guards in turn",
     "study/audit/auditing.py": "compared; taken",
+    "study/audit/record_checks.py": "compared",
     "study/compare/step_times.py": "taken",
     "study/runner.py": "compared",
     "study/sharing.py": "compared",

@@ -27,7 +27,7 @@ def study(
 
 
 def octaves(point: Point) -> float:
-    """How far the point's learning rate lies above the recipe's."""
+    """The octaves from the recipe's learning rate up to the point's."""
     return math.log2(float(dict(point.values)[LR] or 0) / START)  # type: ignore[arg-type]
 
 
@@ -39,8 +39,8 @@ def result(point: Point, loss: float | None, reason: str = "diverged at step 3: 
 def search(
     of: Study, loss: Loss, order: random.Random | None = None, reason: str = "diverged"
 ) -> tuple[dict[Point, Result], list[list[Point]]]:
-    """The results at the end of a study, and what was asked for in each round. order: finishes one point after the
-    other, in any order, and asks anew after each."""
+    """The results at the end of a study, and the wanted points of each round. order: finishes single points in random
+    order, and asks again after each."""
     results: dict[Point, Result] = {}
     rounds: list[list[Point]] = []
     while wanted := next_points(of, lambda arm, budget: START, results):

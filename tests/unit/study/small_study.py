@@ -1,4 +1,4 @@
-"""A small study for tests, with an engine that writes what runs would leave."""
+"""A small study for tests, with an engine that writes the files of runs."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +37,7 @@ def study_of(directory: Path, *arguments: str, text: str = YAML) -> Study:
 
 
 def leave(job: Job, runs: Runs, end: Mapping[str, Any] | None, loss: float = 3.0, config: Any = None) -> None:
-    """Writes what the run of a job leaves: config.yaml, and exit.json and the last validation where it has ended."""
+    """Writes config.yaml of a job's run; with `end` also exit.json and the last validation."""
     steps = runs.steps(job.point.arm, job.point.budget)
     job.run.mkdir(parents=True, exist_ok=True)
     config = config or runs.config(job.point)

@@ -1,4 +1,4 @@
-"""An audit names what is not true of a run. Here training again is a replay of an honest run, which takes no time;
+"""An audit names every false record. Training again is here a replay of an honest run, which takes no time;
 tests/processes/test_audit.py trains."""
 
 import json
@@ -17,8 +17,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.studies import AuditConfig
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_json
-from ngpt_train.study.audit.again import Window, choose, windows
-from ngpt_train.study.audit.auditing import audit
+from ngpt_train.study.audit.auditing import audit, windows
 from ngpt_train.study.audit.certificate import CERTIFICATE, read_certificates
 from ngpt_train.study.compare.runs import read_run
 from tests.processes.runs import arguments, train, write_corpus
@@ -81,7 +80,7 @@ def audited(run: Path, honest: Path, machine: Mapping[str, Any] | None = None, *
     def command_on(ranks: int) -> Sequence[str]:
         return [sys.executable, "-c", REPLAY, str(honest)]
 
-    chosen = AuditConfig(run=str(run), seed=0, **options)
+    chosen = AuditConfig(run=str(run), **{"seed": 0} | options)
     return audit(run, chosen, command_on, machine or here(honest), as_stored, lambda line: None)
 
 
@@ -163,7 +162,7 @@ def rows_swapped(run: Path) -> None:
 
 
 def another_lr(run: Path) -> None:
-    """In config.yaml, and in that of the last checkpoint as well, whose manifest then tells."""
+    """In config.yaml of the run and of its last checkpoint, whose manifest then contradicts it."""
     for path in (run, run / "checkpoints/step_00000012"):
         tree = yaml.safe_load((path / "config.yaml").read_text())
         tree["optim"]["lr"] *= 1.001
@@ -171,7 +170,7 @@ def another_lr(run: Path) -> None:
 
 
 def done_early(run: Path) -> None:
-    """A run that stopped at step 8 of 12, as if that had been its end."""
+    """A run that stopped at step 8 of 12, and claims that it has ended."""
     edit(lambda lines: [x for x in lines if x["step"] <= 8])(run)
     shutil.rmtree(run / "checkpoints/step_00000012")
     (run / "evals/step_00000012.npz").unlink()
@@ -210,7 +209,7 @@ def test_an_honest_run_is_equal(run: Path, honest: Path) -> None:
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
-# What is changed in one run, and what the audit says of each change. Changes of one run do not hide one another.
+# By case: the changes of a run, each with fragments of the audit's sentences. They do not hide one another.
 TAMPERED: dict[str, list[tuple[Callable[[Path], None], Sequence[str]]]] = {
     "last digits": [
         (nudge("train", 6, "loss", "loss_mean"), ["train record of step 6 says loss"]),
@@ -257,7 +256,7 @@ TAMPERED: dict[str, list[tuple[Callable[[Path], None], Sequence[str]]]] = {
 
 @pytest.mark.parametrize("case", TAMPERED)
 def test_tampering_is_named(run: Path, honest: Path, case: str) -> None:
-    """Caught: numbers that are compared within a tolerance; what is not compared at all."""
+    """Caught: numbers compared within a tolerance; records that are not compared at all."""
     for tamper, _ in TAMPERED[case]:
         tamper(run)
     certificate = audited(run, honest)
@@ -284,7 +283,7 @@ def test_an_end_that_no_run_has(run: Path, honest: Path, said: str) -> None:
 
 
 def test_what_is_not_looked_at_is_said(run: Path, honest: Path) -> None:
-    """Caught: a certificate that is silent about what an edit may have changed."""
+    """Caught: a certificate without a word on the unchecked files."""
     certificate = audited(run, honest, windows=1)
     assert [(x["start"], x["end"]) for x in certificate["windows"]] == [(4, 8)]
     assert (certificate["equal"], certificate["steps_compared"], certificate["steps"]) == (True, 4, 12)
@@ -388,15 +387,19 @@ def test_training_goes_on_from_a_copy_of_the_checkpoint(run: Path) -> None:
 
 
 def test_windows() -> None:
-    """Caught: windows beyond the end, longer than asked for, over a cut; the same ones whatever the seed."""
+    """Caught: windows beyond the end, longer than asked for, or over a cut."""
     assert windows([25, 50], 50, 100) == [(0, 25), (25, 50)]
     assert windows([200, 300], 300, 100) == [(0, 100), (200, 300)]
     assert windows([300], 300, 50, cuts=[30]) == [(0, 30)]
     assert windows([], 7, 100) == [(0, 7)]
-    chosen = {tuple(choose(range(10, 100, 10), 95, 2, 5, seed)) for seed in range(20)}
-    assert len(chosen) > 5
-    assert all(len(found) == 2 and found[0] < found[1] for found in chosen)
-    assert choose([10], 20, 9, 100, 0) == [Window(0, 10), Window(10, 20)]
+    assert windows(range(10, 100, 10), 95, 5) == [(start, start + 5) for start in range(0, 100, 10)]
+    assert windows([10], 20, 100) == [(0, 10), (10, 20)]
+
+
+def test_the_seed_chooses_windows(run: Path, honest: Path) -> None:
+    """Caught: the same windows for every seed, so that a cheater knows them."""
+    audits = [audited(run, honest, windows=1, seed=seed) for seed in range(6)]
+    assert len({x["windows"][0]["start"] for x in audits}) > 1
 
 
 def test_certificates(run: Path, honest: Path) -> None:

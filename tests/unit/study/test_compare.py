@@ -39,7 +39,7 @@ def report_of(paths: Sequence[Path], out: Path, *arguments: str) -> dict[str, An
 
 
 def mistake(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -> str:
-    """The message, which is all that is said."""
+    """The message of a mistake. Nothing else is printed."""
     assert main(["compare", *map(str, arguments)]) == code
     told = capsys.readouterr().err
     assert told.startswith("error: ")
@@ -79,7 +79,7 @@ def test_planted_truth(tmp_path: Path) -> None:
     ("arm", "missing"), [("ngpt", (0.008, 0.016)), ("ngpt", (0.001, 0.002)), ("gpt", (0.008, 0.016))]
 )
 def test_an_optimum_at_the_edge_is_untuned(tmp_path: Path, arm: str, missing: Sequence[float]) -> None:
-    """Of the arm or of the baseline."""
+    """The optimum of the arm or of the baseline."""
     for path in write_study(tmp_path / "runs", Planted(ratio=4), lrs=(0.001, 0.002, 0.004, 0.008, 0.016)):
         if path.name.startswith(f"{arm}-") and any(f"lr{lr:g}-" in path.name for lr in missing):
             shutil.rmtree(path)
@@ -152,7 +152,7 @@ def test_one_seed_is_said(tmp_path: Path) -> None:
 
 
 def test_failed_and_unfinished_runs_are_shown(tmp_path: Path) -> None:
-    """A seed that diverges at the one rate that was tried: at this budget the arm has no loss."""
+    """A seed diverges at the only tried rate, so the arm has no loss at this budget."""
     runs = write_study(tmp_path / "runs", Planted())
     (runs[0] / "exit.json").write_text(json.dumps({"code": 4, "reason": "the loss is not finite", "step": 61}))
     lines = (runs[1] / "metrics.jsonl").read_text().splitlines()
@@ -214,8 +214,8 @@ def test_what_was_tuned_and_what_was_chosen(tmp_path: Path) -> None:
 
 
 def test_step_times_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caught: a finished study whose seconds change each time that it is run again; an arm that cannot be timed, for
-    which the others are timed again; a new arm without a time."""
+    """Caught: a finished study whose seconds change with every repetition; other arms timed again because one cannot
+    be timed; a new arm without a time."""
     taken: list[set[str]] = []
 
     def measure(runs: Mapping[str, Run], own: Config) -> step_times.Times:
@@ -249,8 +249,8 @@ def test_step_times_are_measured_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_baseline_with_more_budgets(tmp_path: Path) -> None:
-    """Caught: a fit that leaves out what the baseline has beyond the arm's budgets, and follows a line instead; a
-    budget of the baseline in the fit at which it is not tuned as elsewhere."""
+    """Caught: a fit without the baseline's budgets beyond the arm's, which is a line then; an untuned budget of the
+    baseline in the fit."""
     lrs = (0.001, 0.002, 0.004, 0.008, 0.016)
     runs = write_study(tmp_path / "runs", Planted(ratio=1.7, n_rows=16, of_row=0.02), lrs=lrs)
     runs = [run for run in runs if not run.name.startswith("ngpt-1638400")]
@@ -273,7 +273,7 @@ def test_a_baseline_with_more_budgets(tmp_path: Path) -> None:
 
 
 def test_two_studies_of_the_same_arms(tmp_path: Path) -> None:
-    """Caught: an arm for each run, of which those that share a name are lost."""
+    """Caught: an arm for each run, with lost runs among those of one name."""
     runs = write_study(tmp_path / "first/runs", Planted(n_seeds=2))
     shutil.copytree(tmp_path / "first", tmp_path / "second")
     report = report_of([tmp_path / "first", tmp_path / "second"], tmp_path / "report", "compare.baseline=first/gpt")

@@ -1,4 +1,4 @@
-"""What a study file says, the runs that follow from it, the messages for its mistakes, and what may change later."""
+"""Study files: the runs that follow from them, the messages for mistakes, and the allowed changes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_further_keys_and_an_explicit_factor(tmp_path: Path) -> None:
 
 
 MISTAKES = {
-    # What is changed in the file, the arguments, and what the message has.
+    # By case: the change of the file, the arguments, and fragments of the message.
     "no study": ("", ["study=null"], ["study=null", "no arms", "gpt_vs_ngpt"]),
     "baseline": ("baseline: gtp\n", [], ["study.baseline=gtp", "did you mean gpt", "Arms: gpt, ngpt"]),
     "arm's key": ("arms: {a: {model: gpt, model.qk_nrm: true}}\n", [], ["model.qk_nrm=true", "qk_norm", "arm a"]),
@@ -153,7 +153,7 @@ def test_a_study_is_started_by_its_verb_in_one_process(
 
 
 def test_a_study_that_has_begun_may_only_grow(tmp_path: Path) -> None:
-    """Caught: another study in the directory of one that has begun; an extension or another layout that is refused."""
+    """Caught: another study in the directory of a begun study; a refused extension, or a refused layout."""
     write_study(study_of(tmp_path, "eval.rows=128"))  # it has no run yet
     study = study_of(tmp_path)
     check_stored(study, Runs(study))

@@ -96,7 +96,7 @@ def test_intervals_of_two_seeds_hold_the_truth() -> None:
 
 @pytest.mark.slow
 def test_budgets_that_the_baseline_alone_has() -> None:
-    """Caught: their noise, or that of their rows, left out of the interval; a fit without them."""
+    """Caught: an interval without the noise of their seeds or rows; a fit without them."""
     planted = Planted(ratio=1.3, budgets=budgets(5), own=0.004, n_rows=32, of_row=0.02, of_both=0.02)
     check(coverage(planted, at=3, draws=400, alone=1))
 
@@ -129,7 +129,7 @@ def test_for_all_kinds_of_noise(planted: Planted) -> None:
 
 
 def trends(ratio: float, growth: float, draws: int, **planted: float) -> list[Trend]:
-    """Of an arm whose speed-up is `ratio` at the first budget and grows by `growth` where the budget doubles."""
+    """The trends of an arm. Its speed-up is `ratio` at the first budget, and grows by `growth` per doubling."""
     rng, found = np.random.default_rng(3), []
     for _ in range(draws):
         pair = pair_of(Planted(ratio=1.0, **planted), rng)
@@ -239,7 +239,7 @@ def test_without_noise_the_ratio_is_found(curve: object) -> None:
 
 
 def test_far_beyond_the_budgets_nothing_is_said() -> None:
-    """Catches: an extrapolation without end, or one that is not named so."""
+    """Catches: an extrapolation without end, or without its name."""
     pair = pair_of(Planted(ratio=6.0), np.random.default_rng(0))
     ratio = annealed_ratio(pair, Noise(pair), 3, 0.95)
     assert ratio.extrapolated
@@ -256,8 +256,7 @@ def test_a_baseline_that_does_not_fall_matches_nothing() -> None:
 
 
 def test_a_fit_that_the_losses_lie_off() -> None:
-    """Catches: a form that is wrong, without a word; the noise of a mean in the place of a run's, by which forms that
-    are right seem wrong."""
+    """Catches: a wrong form without a note; right forms called wrong, by the noise of a mean instead of a run's."""
     rng, said = np.random.default_rng(0), {0.0: 0, 0.05: 0}
     for kink in said:
         for _ in range(200):
@@ -335,8 +334,7 @@ def test_needed_rows_suffice() -> None:
 
 
 def test_needed_steps_suffice() -> None:
-    """A difference that grows with the budget as the line through it. Catches: steps that are asked for although the
-    line may as well be flat."""
+    """The difference grows along a line in log budget. Catches: steps asked for although the line may be flat."""
     sizes, noise = budgets(4), 0.01
     grows = [0.02 * math.log(b / FIRST_BUDGET) - 0.025 for b in sizes]
     baseline = np.array([3.0, 2.8, 2.6, 2.5])[:, None] + np.zeros((4, 3))
@@ -358,7 +356,7 @@ def test_needed_steps_suffice() -> None:
 
 
 def test_within_one_schedule() -> None:
-    """An arm that is 1.7 times ahead all the way, and one that is behind."""
+    """An arm is 1.7 times ahead at every step; another one is behind."""
     tokens = np.geomspace(1e5, 1e6, 40)
     slow = [{"tokens": float(t), "loss": float(log_linear(t))} for t in tokens]
     fast = [{"tokens": float(t), "loss": float(log_linear(1.7 * t))} for t in tokens]

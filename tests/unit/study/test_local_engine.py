@@ -15,7 +15,7 @@ from ngpt_train.study.engines import Ended, Job, local
 from ngpt_train.study.engines.local import LocalEngine, local_engine, usable_gpus
 from ngpt_train.study.points import Point
 
-# In the place of `train`: what it does is its last argument.
+# Stands in for `train`. The last argument says what to do.
 RUN = """\
 import os, signal, sys, time
 from pathlib import Path
@@ -121,7 +121,7 @@ def test_a_stop_lets_them_save(tmp_path: Path, script: Path) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's request is Linux'")
 def test_no_run_outlives_a_killed_study(tmp_path: Path, script: Path) -> None:
-    """Caught: a run that goes on, unseen, beside the study's next start; one that is killed before it has saved."""
+    """Caught: a run that continues, unseen, beside the study's next start; a run killed before it has saved."""
     run = tmp_path / "study" / "runs" / "a"
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(script), str(run)], cwd=Path(__file__).parents[3])
     wait_for(run / "environment")
@@ -179,7 +179,7 @@ def test_what_auto_is(tmp_path: Path) -> None:
         (tmp_path / "runs" / name / "run.json").write_text(text)
     assert found(StudyConfig(jobs=1), [], 2) == (1, 3)
     assert found(StudyConfig(jobs=1, threads=2), [], 2) == (1, 2)
-    # Nor would those of another study whose run it shares, once it has runs of its own.
+    # A study with its own runs ignores the threads of runs shared with another study.
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "run.json").write_text('{"starts": [{"threads": 7}]}')
     (tmp_path / "runs" / "a-link").symlink_to(tmp_path / "other")

@@ -129,8 +129,8 @@ def test_worse_because_a_seed_fails() -> None:
 
 
 def test_the_first_page_says_what_was_tuned_and_looked_at() -> None:
-    """Caught: "no confounds" without a word on what was looked at, and what came with the architectures; keys of the
-    baseline that nobody tuned, in silence."""
+    """Caught: "no confounds" without the compared keys, and the keys that came with the architectures; untuned keys of
+    the baseline, in silence."""
     report = example(confounds=False)
     report["referee"][-1]["note"] = BROUGHT
     for text in (document(report, {}).split("![")[0], console(report), html(report)):
@@ -200,7 +200,7 @@ def test_every_failure_and_every_difference_has_a_row() -> None:
 
 
 def test_end_losses_are_of_the_best_values() -> None:
-    """Caught: runs of other learning rates among those that are compared."""
+    """Caught: runs of other learning rates among the compared ones."""
     report = example(arms=("gpt", "ngpt"))
     before = series.end_losses(report, "ngpt")
     other = {**report["losses"][0], "arm": "ngpt", "loss": 9.0, "run": "runs/other"}
@@ -335,7 +335,7 @@ def test_the_console_s_table() -> None:
 
 
 def test_all_is_written(tmp_path: Path) -> None:
-    """Caught: a picture that is not there; a CPU's peak memory that looks like that of the training alone."""
+    """Caught: a missing picture; a CPU's peak memory without the remark that it includes the preparation of data."""
     write_reports(example(**SMALLEST), tmp_path)
     assert json.loads((tmp_path / "report.json").read_text())["format"] == 1
     text = (tmp_path / "report.md").read_text()

@@ -1,4 +1,4 @@
-"""The page of a comparison in a real browser; what it holds, without one."""
+"""The page of a comparison: its content, and its behaviour in a real browser."""
 
 import base64
 import json
@@ -32,7 +32,7 @@ FIGURES = ["speedup", "difference", "end-loss", "curves", "tuning-curves", "sens
 
 
 class Text(HTMLParser):
-    """The text of a page, and the addresses that its tags name."""
+    """The text of a page, and the addresses in its tags."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_equal_reports_give_equal_pages(tmp_path: Path) -> None:
 
 
 def further_keys(report: dict[str, Any]) -> dict[str, Any]:
-    """A number that may be 0 and a switch are tuned too."""
+    """Adds two tuned keys to the report: a number that may be 0, and a switch."""
     for arm in list(report["arms"]):
         for key, values in (("optim.weight_decay", [0.0, 0.1]), ("model.qk_norm", [True, False, None])):
             points = [{"value": v, "loss": 3.0 + k / 9, "seed": 1, "failed": k == 2} for k, v in enumerate(values)]
@@ -228,7 +228,7 @@ def plotted(browser: Any, figure: str) -> dict[str, Any]:
 
 
 def pointed(browser: Any, figure: str, at: int = -1) -> str:
-    """The text that stands beside the pointer at a symbol of the figure."""
+    """The text beside the pointer at a symbol of the figure."""
     from selenium.webdriver.common.action_chains import ActionChains
 
     symbols = browser.find_elements(
@@ -240,7 +240,7 @@ def pointed(browser: Any, figure: str, at: int = -1) -> str:
 
 
 def test_what_is_shown_can_be_switched(browser: Any, tmp_path: Path) -> None:
-    """Caught: an axis whose numbers stay those of another; an arm, a budget or a seed that stays."""
+    """Caught: an axis that keeps the numbers of another; an arm, a budget or a seed that stays."""
     visit(browser, tmp_path, "usual")
     before = plotted(browser, "curves")
     assert before["x"] == "training tokens"
@@ -293,7 +293,7 @@ def test_it_answers_the_keyboard_and_the_pointer(browser: Any, tmp_path: Path) -
 
 
 def test_light_and_dark_and_paper(browser: Any, tmp_path: Path) -> None:
-    """Caught: dark ink on a dark page; a print in the dark scheme, or without what is folded."""
+    """Caught: dark ink on a dark page; a print in the dark scheme, or without the folded tables."""
     visit(browser, tmp_path, "usual", dark=True)
     ink = "return getComputedStyle(document.querySelector('[data-chart=curves] .x-tick')).fill"
     paper = "return getComputedStyle(document.body).backgroundColor"

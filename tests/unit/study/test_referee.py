@@ -1,4 +1,4 @@
-"""The referee names every way in which arms differ, with its kind and size."""
+"""The referee names every difference between arms, with its kind and size."""
 
 import json
 from dataclasses import replace
@@ -11,7 +11,7 @@ from ngpt_train.config.architectures import architectures
 from ngpt_train.config.schema import schema_keys
 from ngpt_train.config.validate import Key
 from ngpt_train.core.errors import DataError
-from ngpt_train.study.compare.comparable import check_comparable
+from ngpt_train.study.compare.given_runs import check_comparable
 from ngpt_train.study.compare.key_kinds import HARDWARE, HARMLESS, PLACES_OF_ROWS, PLACES_OF_TEXT, covers, is_harmless
 from ngpt_train.study.compare.referee import examine
 from ngpt_train.study.compare.runs import Run, read_run
@@ -222,8 +222,8 @@ def test_budgets_are_compared_with_equal_budgets(tmp_path: Path) -> None:
 
 
 def test_a_confound_at_a_budget_that_some_arms_lack(tmp_path: Path) -> None:
-    """Caught: a third arm without the larger budgets, which hides what the other two differ in there, where their
-    verdict is; a budget of the baseline alone, to which its fit goes, with another value."""
+    """Caught: a third arm without the larger budgets, which hides differences of the other two there, at the budget of
+    their verdict; another value at a further budget of the baseline, which is part of the fit."""
 
     def runs(name: str, facts: dict[str, Any], **decay: float) -> list[Run]:
         configs = [GPT | {"train.steps": int(n), "optim.weight_decay": value} for n, value in decay.items()]
@@ -247,7 +247,7 @@ def test_a_confound_at_a_budget_that_some_arms_lack(tmp_path: Path) -> None:
 
 
 def test_tuned_keys(tmp_path: Path) -> None:
-    """Caught: tuned rates as confounds; an arm that was tuned beside one that was not."""
+    """Caught: tuned rates as confounds; a tuned arm beside an untuned one."""
     tuned = [plant(tmp_path / f"a{lr}", GPT | {"optim.lr": lr}) for lr in (1e-3, 2e-3, 4e-3)]
     other = [plant(tmp_path / f"b{lr}", GPT | {"optim.lr": lr}) for lr in (4e-3, 8e-3, 16e-3)]
     (entry,) = examine({"a": tuned, "b": other}, tuned=["optim.lr"], under_test=["model"])

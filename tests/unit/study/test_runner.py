@@ -1,4 +1,4 @@
-"""The loop that makes a study's runs, with an engine that runs nothing: what is started, skipped, shared, recorded."""
+"""The loop that makes a study's runs starts, skips, shares and records them; the engine here runs nothing."""
 
 import fcntl
 import json
@@ -28,7 +28,7 @@ def started(runner: Any) -> list[str]:
 
 
 def test_every_run_is_made_once_and_then_never_again(tmp_path: Path) -> None:
-    """Caught: a run that is left out, or made twice; a finished one that is started again."""
+    """Caught: a run that is left out, or made twice; a finished run that is started again."""
     study = study_of(tmp_path)
     first = runner_of(study, good(Runs(study)))
     assert first.complete()
@@ -47,8 +47,8 @@ def test_every_run_is_made_once_and_then_never_again(tmp_path: Path) -> None:
 
 
 def test_what_ends_a_run_for_good_and_what_is_tried_again(tmp_path: Path) -> None:
-    """Caught: a diverged run that is started again, a killed one that is not, or without end; a failure that is left
-    out, or whose reason is."""
+    """Caught: a diverged run that is started again; a killed run that is not started again, or without end; a missing
+    failure, or a missing reason."""
     study = study_of(tmp_path, "study.budgets=[5120]", "study.seeds=[0,1]")
     runs = Runs(study)
 
@@ -84,7 +84,7 @@ def test_what_ends_a_run_for_good_and_what_is_tried_again(tmp_path: Path) -> Non
     record = json.loads((study.path / "failures" / "ngpt-5120-lr0.02-seed0.json").read_text())
     assert (record["arm"], record["budget"], record["seed"], record["values"]) == ("ngpt", 5120, 0, {"optim.lr": 0.02})
 
-    # A new start tries what has crashed again, and nothing else.
+    # A new start tries only crashed runs again.
     again = runner_of(study, good(runs))
     assert again.complete()
     assert started(again) == ["ngpt-5120-lr0.02-seed0"]
@@ -128,7 +128,7 @@ def test_data_that_no_run_can_read_end_the_study(tmp_path: Path) -> None:
 
 
 def test_a_stop_leaves_no_run_behind_and_starts_none(tmp_path: Path) -> None:
-    """Caught: runs that are started after the stop was asked for; one that was stopped and is recorded as a failure."""
+    """Caught: runs started after the request to stop; a stopped run recorded as a failure."""
     study = study_of(tmp_path)
     runs = Runs(study)
     asked = []
@@ -147,8 +147,8 @@ def test_a_stop_leaves_no_run_behind_and_starts_none(tmp_path: Path) -> None:
 
 
 def test_runs_are_shared_with_the_other_studies_of_a_root(tmp_path: Path) -> None:
-    """Caught: an equal run that is made again; a link to a run that differs in what a resume may change, such as the
-    rows of the validation, or to one of another seed."""
+    """Caught: an equal run that is made again; a link to a run of another seed, or with other values of keys that a
+    resume may change, such as the validation rows."""
     short = "study.budgets=[5120]"
     study = study_of(tmp_path, short)
     first = runner_of(study, good(Runs(study)))
@@ -274,7 +274,7 @@ def test_a_run_directory_that_is_deleted_while_its_process_trains(tmp_path: Path
 
 
 def test_a_finished_run_without_records(tmp_path: Path) -> None:
-    """Caught: a traceback; a finished run that counts as one that failed."""
+    """Caught: a traceback; a finished run that counts as failed."""
     study = study_of(tmp_path, "study.budgets=[5120]", "study.seeds=[0]")
     runs = Runs(study)
     assert runner_of(study, good(runs)).complete()
@@ -303,8 +303,8 @@ def test_results_may_ask_for_more_points(tmp_path: Path) -> None:
 
 
 def test_a_run_that_nobody_asks_for_any_more_has_a_say(tmp_path: Path) -> None:
-    """Caught: a leftover run with the lowest loss, which the comparison would take as its arm's best, and of which the
-    study makes no other seeds; one of another configuration that counts."""
+    """Caught: a leftover run with the lowest loss, whose other seeds are not made although the comparison would take it
+    as the best; a leftover run of another configuration that counts."""
     study = study_of(tmp_path, "study.budgets=[5120]", text=YAML.replace("  ngpt: {model: ngpt}\n", ""))
     runs = Runs(study)
     ours, foreign = (Point("gpt", 5120, (("optim.lr", lr),), 0) for lr in (0.064, 0.512))

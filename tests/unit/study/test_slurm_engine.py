@@ -18,7 +18,7 @@ from tests import fake_slurm
 
 submitit = pytest.importorskip("submitit")
 
-# In the place of `train`: counts its starts in its directory, and does what the last argument says.
+# Stands in for `train`: counts its starts in its directory. The last argument says what to do.
 RUN = """\
 import os, signal, sys, time
 from pathlib import Path
@@ -178,7 +178,7 @@ def test_mistakes_are_named(tmp_path: Path, fakes: Path, monkeypatch: pytest.Mon
 
 
 def test_the_job_by_submitits_own_executor(tmp_path: Path, fakes: Path) -> None:
-    """Caught: a job that cannot be pickled, or needs what the node does not have."""
+    """Caught: a job that cannot be pickled, or needs files which the node lacks."""
     command = [sys.executable, str(tmp_path / "run.py"), str(tmp_path / "run"), "fail"]
     log = tmp_path / "log"
     executor = submitit.LocalExecutor(tmp_path / "jobs")

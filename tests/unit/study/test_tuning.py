@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from ngpt_train.study.bracket import analyse
 from ngpt_train.study.definition import LR
 from ngpt_train.study.points import UNFINISHED, WAITING, Point
-from ngpt_train.study.tuning import analyse, next_points, tunings
+from ngpt_train.study.tuning import next_points, tunings
 from tests.unit.study.searches import START, Loss, fixed_noise, octaves, result, search, study, trials
 
 
@@ -208,7 +209,7 @@ def check_landscape(number: int) -> None:
     )
     results, _ = search(of, landscape(number))
     shuffled, _ = search(of, landscape(number), order=rng)
-    assert results == shuffled, "which points a study has depends on the order in which they finish"
+    assert results == shuffled, "the points of a study depend on the order of their ends"
     for budget in of.budgets:
         values = {point.values for point in results if point.budget == budget}
         assert 1 <= len(values) <= of.max_points * len(of.tune)
@@ -221,7 +222,7 @@ def check_landscape(number: int) -> None:
         if found.optimum is not None and found.low is not None and found.high is not None:
             assert found.low <= found.optimum <= found.high
         n_of_line = len({value for v in values for key, value in v if key == LR})
-        is_below_limit = found.best is not None and found.best < 500  # that of the key is 1000
+        is_below_limit = found.best is not None and found.best < 500  # the key allows 1000
         if found.state == "edge" and is_below_limit and len(of.tune) == 1:
             assert n_of_line == of.max_points, "given up too early"
 
@@ -239,7 +240,7 @@ def test_the_search_ends_whatever_the_losses_of_many() -> None:
 
 
 def covered(price: float, sigma: float, shared: float, draws: int) -> tuple[float, float]:
-    """How often the interval of the optimum holds the true one, and the mean number of runs of an arm and budget."""
+    """The share of intervals that hold the true optimum, and the mean number of runs of an arm and budget."""
     n_covered = n_known = n_runs = 0
     budgets = (1000, 2000, 4000, 8000)
     for draw in range(draws):

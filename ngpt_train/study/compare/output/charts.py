@@ -1,5 +1,4 @@
-"""The figures of a report, each described once: the page draws them with all their choices, and PICTURES are some of
-the choices as files."""
+"""The figures of a report. The page draws each with all its choices; PICTURES are files of some choices."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from ngpt_train.report.rounded import interval, percent, si
 from ngpt_train.study.compare.output import series
 from ngpt_train.study.compare.output.wording import HOW, UNITS, Report, budget_of, label, ratio
 
-LARGEST = "largest"  # the option of a choice of budgets that is each arm's own largest
+LARGEST = "largest"  # an option among the budgets: each arm's own largest
 
 
 def looks_of(report: Report) -> dict[str, Style]:
@@ -27,7 +26,7 @@ def looks_of(report: Report) -> dict[str, Style]:
 def _chart(
     report: Report, name: str, title: str, note: str, plots: list[Plot], choices: Sequence[Choice], legend: bool = True
 ) -> Chart:
-    """legend: the reader chooses among the arms."""
+    """legend: True adds a choice of the arms."""
     looks = looks_of(report)
     chart = Chart(name, title, note, plots, looks, {arm: label(report, arm) for arm in looks}, list(choices))
     if legend:
@@ -44,7 +43,7 @@ def _budgets(report: Report) -> dict[str, str]:
 
 
 def _strength(report: Report, budget: int) -> float:
-    """The larger the budget, the less transparent its curve."""
+    """The opacity of a budget's curve: larger budgets are less transparent."""
     budgets = sorted(report["budgets"])
     return 0.45 + 0.55 * (budgets.index(budget) + 1) / len(budgets) if budget in budgets else 1.0
 
@@ -81,7 +80,7 @@ def speedup(report: Report) -> Chart:
 
 
 def _ratios(report: Report, arm: str, when: Mapping[str, str], entries: list[Mapping[str, Any]]) -> list[Mark]:
-    """The band where both of its ends are known, an arrow where one is open, the estimates on top."""
+    """A band for known intervals, an arrow for an open end, and the estimates on top."""
     marks = []
     closed = [s for s in entries if s["low"] is not None and s["high"] is not None]
     if len(closed) > 1:
@@ -247,7 +246,7 @@ def _keys(keys: Sequence[str]) -> Choice:
 
 
 def _axis_of_values(key: str, entries: Sequence[Mapping[str, Any]]) -> Axis:
-    """The logarithm of the values that were tried; a place for each value where one has no logarithm."""
+    """The tried values on a logarithmic axis, or, if one has no logarithm, at equal distances."""
     values = list(dict.fromkeys(point["value"] for entry in entries for point in entry["points"]))
     if not all(map(series.is_numeric, entries)):
         return Axis(key, {"key": key}, ticks={k: str(v) for k, v in enumerate(values)}, range=(-0.5, len(values) - 0.5))
@@ -334,7 +333,7 @@ def costs(report: Report) -> Chart:
 
 
 CHARTS: tuple[Callable[[Report], Chart], ...] = (speedup, difference, end_loss, curves, tuning, sensitivity, costs)
-# file -> its chart, and what it shows of it
+# By file name: the chart, and the choices that the picture shows.
 PICTURES: dict[str, tuple[Callable[[Report], Chart], Picture]] = {
     "speedup": (speedup, Picture("Speed-up against budget", {"how": "annealed"}, beside="unit")),
     "difference": (difference, Picture("Difference from the baseline, at the largest budget that both have")),
@@ -349,8 +348,8 @@ PICTURES: dict[str, tuple[Callable[[Report], Chart], Picture]] = {
 
 
 def write_figures(report: Report, folder: Path) -> dict[str, str]:
-    """Writes NAME.png and NAME.svg of each of PICTURES that the report has data for into `folder`, which it makes, and
-    removes the others. Returns the caption of each picture, by its name."""
+    """Writes NAME.png and NAME.svg for each of PICTURES with data into `folder`, and removes the other pictures.
+    Returns captions by name."""
     folder.mkdir(parents=True, exist_ok=True)
     captions = {}
     for name, (make, picture) in PICTURES.items():

@@ -1,4 +1,4 @@
-"""report.html: one page with the verdicts, every figure and every table, which opens without a network."""
+"""report.html: one page with verdicts, figures and tables. It needs no network."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from ngpt_train.study.compare.output.wording import (
     stamps,
 )
 
-# Which table stands beneath which figure.
+# The table beneath a figure.
 BENEATH = {
     "speedup": tables.speedups,
     "end-loss": tables.end_loss,
     "tuning-curves": tables.tuning,
     "memory-and-time": tables.costs,
 }
-# Tables that open at a click: a figure above says the same, or they are long.
+# Tables that open at a click, because they are long or a figure above shows the same.
 FOLDED = ("speedups", "differences", "runs")
 
 
 def write_page(report: Report, path: Path) -> None:
-    """Writes the page of `report` (report.json) to `path`. No part of it comes from elsewhere."""
+    """Writes the page of `report` (report.json) to `path`."""
     write_atomically(path, html(report).encode())
 
 
@@ -105,7 +105,7 @@ def _sections(report: Report, drawn: list[Chart]) -> list[str]:
 
 
 def _arm(report: Report, name: str, said: str = "") -> str:
-    """Its mark, its name, its stamps but the one that is `said` beside it."""
+    """The arm's mark, name and stamps. A stamp equal to `said`, the verdict of the row, is left out."""
     marks = "".join(
         f'<span class="stamp {stamp.replace(" ", "-")}">{stamp}</span>'
         for stamp in stamps(report, name)
@@ -115,7 +115,7 @@ def _arm(report: Report, name: str, said: str = "") -> str:
 
 
 def _cell(report: Report, text: str, kind: str, label: str = "", said: str = "") -> str:
-    """label: the name of the column, where a narrow screen shows the row as a card. said: the verdict of the row."""
+    """label: the name of the column, for rows that a narrow screen shows as cards. said: the verdict of the row."""
     shown, look = escape(text), "n" if kind == tables.NUMBER else "wrap"
     if kind == tables.ARM and text in report["arms"]:
         shown, look, label = _arm(report, text, said), "arm", ""
@@ -149,7 +149,7 @@ def _table(report: Report, table: Table) -> str:
 
 
 def _cards(report: Report, table: Table) -> str:
-    """The table of verdicts, whose rows are cards on a narrow screen."""
+    """The table of verdicts. A narrow screen shows its rows as cards."""
     rows = []
     for texts in table.rows:
         cells = zip(texts, table.columns, strict=True)

@@ -1,4 +1,4 @@
-"""The report as text: report.md, and the table that fits a console."""
+"""The report as text: report.md, and the table on the console."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ngpt_train.study.compare.output.wording import (
 
 
 def write_document(report: Report, path: Path, figures: Mapping[str, str]) -> None:
-    """Writes report.md. figures: of each picture, its path as seen from `path` and its caption."""
+    """Writes report.md. figures: captions by the pictures' paths relative to `path`."""
     write_atomically(path, document(report, figures).encode())
 
 
@@ -57,7 +57,7 @@ def document(report: Report, figures: Mapping[str, str]) -> str:
 
 
 def console(report: Report) -> str:
-    """For a terminal: what was compared, a row for each arm and budget, and the sentences of the first page."""
+    """For a terminal: the title, a row for each arm and budget, and the sentences of the first page."""
     table = tables.by_budget(report)
     texts = [[name for name, _ in table.columns], *([label(report, arm), *rest] for arm, *rest in table.rows)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
@@ -69,15 +69,15 @@ def console(report: Report) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text that Markdown and the HTML in it leave as it is, also inside a table."""
+    """Escapes text for Markdown and its HTML, also inside a table."""
     plain = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
     plain = re.sub(r"([\\`*\[\]|~]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", plain)
-    # At the beginning of a sentence: a heading, an item or a rule, a quotation.
+    # A heading, an item, a rule or a quotation at the beginning of a sentence.
     return re.sub(r"^(\d*)(?=[#.)+-]+( |$)|>)", r"\1\\", plain)
 
 
 def code(text: str) -> str:
-    """As code, whatever it holds; a bar would end the cell of a table even so."""
+    """Text as code; escaped text instead if it has a backtick, or a bar, which ends a cell even inside code."""
     text = " ".join(text.split())
     if "`" in text or "|" in text:
         return escaped(text)

@@ -1,4 +1,4 @@
-"""The numbers that figures draw: taken from the report, or computed from it alone."""
+"""The numbers of the figures, computed from the report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RATIOS = (  # each coarser than the one before
 
 
 def end_losses(report: Report, arm: str) -> dict[int, list[float]]:
-    """losses[budget]: the loss of each seed, of the arm at its best values."""
+    """losses[budget]: the loss of each seed, at the arm's best values."""
     best = {curve["run"] for curve in report["curves"] if curve["best"]}
     others = {curve["run"] for curve in report["curves"]} - best
     found: dict[int, list[float]] = {}
@@ -37,8 +37,8 @@ def axis_title(report: Report, axis: str) -> str:
 
 
 def eval_axis(report: Report, curve: Mapping[str, Any], axis: str) -> list[float | None]:
-    """Where the validations of a run lie. Seconds are steps times the step time measured in turn with the other arms',
-    where there is one, since clocks of shared machines lie; else the run's own."""
+    """The places of a run's validations on the axis. Seconds are steps times the step time measured in turn; without
+    one, they come from the run's own clock, which depends on the load of the machine."""
     evals = curve["eval"]
     if axis == "seconds" and (step_times := _measured(report)):
         return [_product(step, step_times.get(curve["arm"])) for step in evals["step"]]
@@ -49,7 +49,7 @@ def eval_axis(report: Report, curve: Mapping[str, Any], axis: str) -> list[float
 
 
 def _measured(report: Report) -> dict[str, float]:
-    """Seconds a step of each arm; empty where they were not measured in turn."""
+    """Seconds a step by arm; empty unless all were measured in turn."""
     found = {cost["arm"]: cost["step_time"] for cost in report["costs"] if cost["step_time_how"] == MEASURED}
     return found if len(found) == len(report["arms"]) else {}
 
@@ -59,7 +59,7 @@ def _product(a: float | None, b: float | None) -> float | None:
 
 
 def cost_of(report: Report, arm: str, budget: float, axis: str) -> float | None:
-    """The cost of `budget` tokens for the arm in tokens, FLOPs or seconds; None where it is not known."""
+    """The arm's cost of `budget` tokens in tokens, FLOPs or seconds; None if unknown."""
     if axis == "tokens":
         return float(budget)
     ends = [
@@ -72,12 +72,12 @@ def cost_of(report: Report, arm: str, budget: float, axis: str) -> float | None:
 
 
 def axes_of(report: Report) -> list[str]:
-    """The units, of tokens, FLOPs and seconds, over which some curve can be drawn."""
+    """The units among tokens, FLOPs and seconds with a curve."""
     return [axis for axis in UNITS if any(any(eval_axis(report, curve, axis)) for curve in report["curves"])]
 
 
 def train_axis(report: Report, curve: Mapping[str, Any], axis: str) -> list[float | None]:
-    """Where the records of kind train lie on the axis, read off the validations by straight lines."""
+    """The places of a run's train records on the axis, by linear interpolation between its validations."""
     tokens = curve["train"]["tokens"]
     if axis == "tokens":
         return list(tokens)
@@ -90,19 +90,19 @@ def train_axis(report: Report, curve: Mapping[str, Any], axis: str) -> list[floa
 
 
 def speedups(report: Report, arm: str, unit: str, how: str) -> list[Mapping[str, Any]]:
-    """By budget; without those of which nothing is known."""
+    """The entries with an estimate, by budget."""
     found = [s for s in report["speedups"] if (s["arm"], s["unit"], s["how"]) == (arm, unit, how)]
     return sorted((s for s in found if s["estimate"] is not None), key=lambda s: s["budget"])
 
 
 def state_at(report: Report, arm: str, budget: int) -> bool:
-    """Whether the arm is tuned at this budget; where the report does not say, whether it is at all."""
+    """True if the arm is tuned at this budget. Without an entry for the budget, True if it is tuned at all."""
     states = [t["state"] for t in report["tuning"] if (t["arm"], t["budget"]) == (arm, budget)]
     return all(state == "bracketed" for state in states) if states else bool(report["arms"][arm]["tuned"])
 
 
 def arrows(report: Report, axis: str) -> list[tuple[str, float, float, float]]:
-    """Matched loss: (arm, its cost at a budget, the baseline's cost for the same loss, that loss)."""
+    """Matched loss: (arm, the arm's cost at a budget, the baseline's cost for the same loss, the loss)."""
     found = []
     for arm in report["arms"]:
         losses = end_losses(report, arm)
@@ -125,13 +125,13 @@ def means(entry: Mapping[str, Any]) -> list[tuple[Any, float]]:
 
 
 def is_numeric(entry: Mapping[str, Any]) -> bool:
-    """Whether the tuned values have a logarithm."""
+    """True if the tuned values have logarithms."""
     return all(type(point["value"]) in (int, float) and point["value"] > 0 for point in entry["points"])
 
 
 def _lowest(entry: Mapping[str, Any]) -> float:
-    """The loss at the lowest point of the parabola, which goes through the middle of the best point and its neighbours:
-    each weighs as many runs as it has, as in the fit that gave the optimum."""
+    """The loss at the lowest point of the parabola, fitted to the best point and its neighbours. Each weighs as many
+    runs as it has, like in the fit of the optimum."""
     points = means(entry)
     best = min(range(len(points)), key=lambda k: points[k][1])
     near = points[max(best - 1, 0) : best + 2]
@@ -146,8 +146,7 @@ def has_parabola(entry: Mapping[str, Any]) -> bool:
 
 
 def parabola(entry: Mapping[str, Any]) -> tuple[list[float], list[float]] | None:
-    """The parabola in log2 of the value, drawn one and a half octaves to each side of the optimum, inside what was
-    tried."""
+    """The parabola in log2 of the value, up to one and a half octaves from the optimum, inside the tried values."""
     if not has_parabola(entry):
         return None
     optimum, points = entry["optimum"], means(entry)
@@ -159,7 +158,7 @@ def parabola(entry: Mapping[str, Any]) -> tuple[list[float], list[float]] | None
 
 
 def sensitivity(entry: Mapping[str, Any]) -> tuple[list[float], list[float]] | None:
-    """(octaves off the optimum, loss above the parabola's lowest); off the best value tried where there is none."""
+    """(octaves off the optimum, loss above the parabola's lowest); without a parabola, off the best tried value."""
     points = means(entry)
     if len(points) < 2 or not is_numeric(entry):
         return None
@@ -170,14 +169,14 @@ def sensitivity(entry: Mapping[str, Any]) -> tuple[list[float], list[float]] | N
 
 
 def ratio_ticks(values: Sequence[float]) -> list[float]:
-    """Round ratios around the values, 1 among them, nine at most."""
+    """At most nine round ratios around the values, with 1."""
     low, high = min([*values, 0.9]) / 1.1, max([*values, 1.1]) * 1.1
     inside = ([ratio for ratio in ratios if low <= ratio <= high] for ratios in RATIOS)
     return next(ticks for ticks in inside if len(ticks) <= 9)
 
 
 def fit(report: Report, arm: str) -> tuple[list[float], list[float]] | None:
-    """The curve by which loss is matched, (tokens, losses): of the baseline, where it has several budgets."""
+    """The fit of the baseline's end losses, (tokens, losses); None for other arms and for one budget."""
     losses = end_losses(report, arm)
     if arm != report["baseline"] or len(losses) < 2:
         return None

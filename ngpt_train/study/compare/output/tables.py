@@ -1,4 +1,4 @@
-"""The tables of a report, which report.md and the page both show. A cell is text; a renderer escapes it."""
+"""The tables of a report, for report.md and the page. A cell is text; the renderer escapes it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ngpt_train.study.compare.statistics.equal_loss import FLATTERS
 from ngpt_train.study.compare.statistics.intervals import POWER
 from ngpt_train.study.compare.versus import POOLED
 
-# Kinds of columns. A cell that is an arm's name gets its mark and its stamps in ARM; no other cell is code but CODE's.
+# Kinds of columns. In ARM the name of an arm gets its mark and stamps; only CODE cells are code.
 ARM, NUMBER, CODE, TEXT, VERDICT = "arm", "number", "code", "text", "verdict"
 Columns = Sequence[tuple[str, str]]  # name and kind
 
@@ -43,7 +43,7 @@ class Table:
     columns: Columns
     rows: Sequence[Sequence[str]]
     note: str = ""
-    empty: str = ""  # what is said where there are no rows
+    empty: str = ""  # the sentence for a table without rows
 
 
 def _minus(report: Report) -> tuple[str, str]:
@@ -109,7 +109,7 @@ def by_budget(report: Report) -> Table:
 
 
 def tuning_of_keys(report: Report) -> Table:
-    """Tuned and untuned keys. Keys that are alike in all arms stand in the first row."""
+    """Tuned and untuned keys. Keys with the same value in all arms stand in the first row."""
     of_arms = report["tuning_of_keys"]
     first, *others = (of["not_tuned"] for of in of_arms.values())
     alike = {key: value for key, value in first.items() if all(key in of and of[key] == value for of in others)}
@@ -169,8 +169,8 @@ def differences(report: Report) -> Table:
 
 
 def speedups(report: Report) -> Table:
-    """A row for each arm and budget, between annealed runs; within one schedule where nothing else is known. Rows in
-    which nothing is known, for one reason, share a row."""
+    """A row for each arm and budget, between annealed runs, or within one schedule if no other ratio is known. Unknown
+    ratios with the same reason share a row."""
     groups, unknown = dict[tuple[str, str, int], list[Any]](), dict[tuple[str, str, str], dict[str, None]]()
     annealed = {(s["arm"], s["budget"]) for s in report["speedups"] if s["how"] == "annealed" and is_known(s)}
     for s in report["speedups"]:
@@ -199,7 +199,7 @@ def speedups(report: Report) -> Table:
 
 
 def _remarks(entries: Sequence[Mapping[str, Any]]) -> str:
-    """The notes of one arm, way and budget. A note that not every unit has begins with its units."""
+    """The notes of the entries, which differ in their unit. A note begins with its units, unless all have it."""
     units = dict[str, list[str]]()
     for s in entries:
         notes = [note for note in (s["note"] or "").split("; ") if note not in ("", FLATTERS)]

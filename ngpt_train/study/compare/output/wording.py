@@ -1,5 +1,4 @@
-"""The sentences of a report, the same in report.md, on the page, on figures and on the console: what a reader must
-know before the first number."""
+"""The sentences of a report before its first number, for report.md, the page, the figures and the console."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ def is_tuned(report: Report, arm: str) -> bool:
 
 
 def stamps(report: Report, arm: str) -> list[str]:
-    """Remarks that stand beside the arm's name in every table and figure."""
+    """Remarks beside the arm's name in every table and figure."""
     found = [] if is_tuned(report, arm) else ["untuned"]
     return [*found, "not resolved"] if report["verdicts"].get(arm) == "not_resolved" else found
 
@@ -39,13 +38,13 @@ def values_text(values: Mapping[str, Any]) -> str:
 
 
 def budget_of(report: Report, arm: str) -> int | None:
-    """The budget of the arm's verdict: the largest that it shares with the baseline, else its own largest."""
+    """The budget of the arm's verdict: the largest shared with the baseline, else the arm's largest."""
     shared = [d["budget"] or 0 for d in report["differences"] if d["arm"] == arm and d["estimate"] is not None]
     return max(shared or map(int, report["arms"][arm]["best_by_budget"]), default=None)
 
 
 def speedups_of(report: Report, arm: str) -> dict[str, Mapping[str, Any]]:
-    """By unit, between annealed runs, at the budget of the verdict, where something of it is known."""
+    """The known annealed ratios at the budget of the verdict, by unit."""
     return {s["unit"]: s for s in known_speedups(report, arm) if s["budget"] == budget_of(report, arm)}
 
 
@@ -54,12 +53,12 @@ def known_speedups(report: Report, arm: str) -> list[Mapping[str, Any]]:
 
 
 def is_known(s: Mapping[str, Any]) -> bool:
-    """Something of a ratio or of its interval."""
+    """True if the ratio or an end of its interval is known."""
     return (s["estimate"], s["low"], s["high"]) != (None, None, None)
 
 
 def ratio(s: Mapping[str, Any] | None) -> str:
-    """`1.17 (1.06 to 1.34, extrapolated)`: no ratio with a part beyond the data stands without this word."""
+    """`1.17 (1.06 to 1.34, extrapolated)`."""
     if s is None:
         return DASH
     return (
@@ -108,7 +107,7 @@ def cautions(report: Report) -> list[str]:
 
 
 def _lost(report: Report) -> list[str]:
-    """Warnings for arms that have been tried at a budget, and have no loss there."""
+    """Warnings for arms that were tried at a budget and have no loss there."""
     without = dict.fromkeys(x["arm"] for x in report["failures"] if x["arm"] not in report["arms"])
     said = [f"No run of {arm} has ended, because runs failed." for arm in without]
     for arm, budget in dict.fromkeys((x["arm"], x["budget"]) for x in report["failures"] if x["budget"] is not None):
@@ -124,7 +123,7 @@ def _lost(report: Report) -> list[str]:
 
 
 def _thrown_away(report: Report, arm: str) -> list[str]:
-    """A warning where a value is thrown away for one failed seed, though its other seeds end lower than the best's."""
+    """A warning if a failed seed excludes values whose other seeds end lower than the best values."""
     at = budget_of(report, arm)
     ended = [x for x in report["losses"] if (x["arm"], x["budget"]) == (arm, at)]
     best = report["arms"][arm]["best_by_budget"].get(str(at), {})
@@ -140,11 +139,11 @@ def _thrown_away(report: Report, arm: str) -> list[str]:
     return []
 
 
-SHOWN = 24  # characters of a value in a sentence; the table has all
+SHOWN = 24  # characters of a value in a sentence; the table shows all
 
 
 def confound(entry: Mapping[str, Any]) -> str:
-    """Where the values of a key differ, and by how much: `(gpt, ngpt: 0.1 | 0.3, 3 times; the recipe brings 0)`."""
+    """The arms, values and size of a difference: `(gpt, ngpt: 0.1 | 0.3, 3 times; the recipe brings 0)`."""
     arms, texts = arms_and_values(entry)
     values = " | ".join(text if len(text) <= SHOWN else f"{text[:SHOWN]}…" for text in texts)
     size = f", {size_text(entry['size'])}" if entry["size"] is not None else ""
@@ -152,11 +151,11 @@ def confound(entry: Mapping[str, Any]) -> str:
     return f"({', '.join(arms)}: {values}{size}{note})"
 
 
-FEW = 6  # arms whose values a cell can list one by one
+FEW = 6  # arms at most whose values a cell lists one by one
 
 
 def arms_and_values(entry: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The arms and values of a difference; of many arms those with the commonest value stand last, as how many."""
+    """The arms and values of a difference. Among many arms, those with the commonest value are counted at the end."""
     arms, values = list(entry["arms"]), list(map(value_text, entry["values"]))
     common = max(values, key=values.count, default="")
     n_common = values.count(common)
@@ -209,7 +208,7 @@ def _untuned_keys(report: Report) -> str:
 
 
 def size_text(size: Any) -> str:
-    """The size of a difference that the referee found; a number is the ratio of the values."""
+    """The size of a difference in words; a number is a ratio of values."""
     if type(size) not in (int, float):
         return str(size)
     digits = next((n for n in (3, 4, 5, 6, 7) if float(f"{size:.{n}g}") != 1), 3)  # 1.0001 times is not once
@@ -217,7 +216,7 @@ def size_text(size: Any) -> str:
 
 
 def audit_says(audit: Mapping[str, Any]) -> str:
-    """The certificate of a run in words; it may be of records that have changed since."""
+    """The result of an audit. "outdated": the records have changed since."""
     if not audit["valid"]:
         return "outdated" if not audit["note"] else "unreadable"
     return "equal" if audit["equal"] else "not equal"

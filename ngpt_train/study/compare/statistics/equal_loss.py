@@ -1,19 +1,19 @@
-"""How many tokens the baseline needs for the loss that an arm ends at, and whether that changes with the budget.
+"""The tokens that the baseline needs for an arm's end loss, as a ratio, and its trend over the budgets.
 
-Annealed: between runs of several budgets, each at the end of its own schedule. The baseline's end loss over its budget
-is fitted by a power law with a floor,
+Annealed, between runs that each end their own schedule. The fit of the baseline's end loss over its budget is a power
+law with a floor,
 
-    loss(x) = a - b (1 - exp(-c u)) / c,   u = log(x / x_0),   b >= 0,
+    loss(x) = a - b (1 - exp(-c u)) / c,   u = log(x / x_0),   b >= 0.
 
-whose limit c -> 0 is linear in log x and which is monotone. The ratio r at budget x solves
+It is monotone, and a line in log x for c -> 0. The ratio r at budget x solves
 
-    loss(r x) - loss(x) = arm's end loss - baseline's end loss at x,
+    loss(r x) - loss(x) = arm's end loss - baseline's end loss at x.
 
-with the paired difference on the right, so that noise which both arms share cancels, and identical runs give 1. The
-interval has all r that the noise does not exclude.
+The right side is the paired difference: shared noise cancels, and identical runs give 1. The interval is every r that
+the noise does not exclude.
 
-Within one schedule, as it is often claimed: when, on its way, does the better arm reach the loss that the other one
-ends at? It flatters whoever decays faster, and is said beside the annealed one, never instead of it.
+Within one schedule, a frequent claim: the step at which the better arm reaches the other's end loss. It flatters the
+arm whose learning rate decays faster. It stands beside the annealed ratio, never instead of it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from scipy.special import fdtrc
 
 from ngpt_train.study.compare.statistics.intervals import Noise, Pair, t_quantile
 
-BEYOND = 2.0  # so far outside of the baseline's budgets the fit is followed, and said to be an extrapolation
-BENDS = (-1.5, 3.0)  # of the curve: c is between these
+BEYOND = 2.0  # factor beyond the baseline's budgets up to which the fit is extrapolated
+BENDS = (-1.5, 3.0)  # limits of c
 STEPS = 200  # of the search over ratios
 SMALL = 1e-4  # step in log tokens of a numerical derivative
 FLATTERS = "within one schedule, which flatters the arm whose learning rate decays faster"
@@ -41,26 +41,22 @@ Records = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class EndLosses:
-    """The baseline's end loss over its budgets, fitted. `tokens` (K,) ascending, K >= 2; `losses` (K,) in nats."""
+    """The fit of the baseline's end loss over its K >= 2 budgets."""
 
-    tokens: np.ndarray
-    losses: np.ndarray
+    tokens: np.ndarray  # (K,) ascending
+    losses: np.ndarray  # (K,) nats
     counts: np.ndarray  # (K,) runs behind each loss
 
     @cached_property
     def u(self) -> np.ndarray:
-        return np.log(self.tokens) - self._centre
-
-    @cached_property
-    def _centre(self) -> float:
-        return float(np.mean(np.log(self.tokens)))
+        return self._log(self.tokens)
 
     def _log(self, tokens: np.ndarray) -> np.ndarray:
-        return np.asarray(np.log(tokens)) - self._centre
+        return np.asarray(np.log(tokens)) - float(np.mean(np.log(self.tokens)))
 
     @cached_property
     def bend(self) -> float:
-        """c; 0 for two budgets, which show no bend."""
+        """c; 0 for two budgets."""
         if not self.may_bend:
             return 0.0
         grid = np.linspace(*BENDS, 31)
@@ -79,7 +75,7 @@ class EndLosses:
 
     @cached_property
     def coefficients(self) -> np.ndarray:
-        """(a, b); b is 0 where the losses do not fall."""
+        """(a, b); b is 0 if the losses do not fall."""
         weight = np.sqrt(self.counts)
         a, b = np.linalg.lstsq(weight[:, None] * self._design(self.bend), weight * self.losses, rcond=None)[0]
         return np.array([a, b]) if b > 0 else np.array([np.average(self.losses, weights=self.counts), 0.0])
@@ -93,8 +89,8 @@ class EndLosses:
         return np.asarray(self.losses - self.at(self.tokens))
 
     def is_off(self, noise: Noise, confidence: float) -> bool:
-        """Whether the losses lie off the fit by more than the noise between seeds, by an F test. False where three
-        coefficients leave nothing to test."""
+        """True if the losses lie off the fit by more than the noise between seeds, by an F test. False for three
+        budgets, which the three coefficients fit exactly."""
         df = len(self.tokens) - 3
         if df < 1 or noise.baseline_df < 1 or noise.seeds[0, 0] == 0:
             return False
@@ -111,17 +107,17 @@ class EndLosses:
         return np.asarray(a - b * bent(self._log(tokens), self.bend))
 
     def weights(self, tokens: np.ndarray) -> np.ndarray:
-        """(n, K): how the fitted loss at each of n tokens moves with each of `losses`, to first order."""
+        """(n, K) derivatives of the fitted loss at n tokens by `losses`."""
         return np.asarray(self._slopes(self._log(tokens)) @ self._response)
 
     @cached_property
     def _response(self) -> np.ndarray:
-        """(3, K): how the coefficients move with the losses."""
+        """(3, K) derivatives of the coefficients by the losses."""
         here = self._slopes(self.u)
         return np.asarray(np.linalg.pinv(here.T @ (self.counts[:, None] * here)) @ (here.T * self.counts))
 
     def _slopes(self, u: np.ndarray) -> np.ndarray:
-        """Derivatives of the fit by a, b and, where it is free, c."""
+        """Derivatives of the fit by a, b and, if it is free, c."""
         b, c, small = self.coefficients[1], self.bend, 1e-5
         columns = [np.ones_like(u), -bent(u, c)]
         if self.may_bend and BENDS[0] + 1e-6 < c < BENDS[1] - 1e-6:
@@ -130,14 +126,13 @@ class EndLosses:
 
 
 def bent(u: np.ndarray, c: float) -> np.ndarray:
-    """(1 - exp(-c u)) / c, which is u for c = 0."""
+    """(1 - exp(-c u)) / c; u for c = 0."""
     return u if abs(c) < 1e-7 else -np.expm1(-c * u) / c
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Tokens that the baseline needs over those of the arm, for the same loss. None: not known; as `high`, that no
-    limit is known."""
+    """The baseline's tokens over the arm's tokens for the same loss. None: unknown, or an open end of the interval."""
 
     estimate: float | None
     low: float | None
@@ -147,7 +142,7 @@ class Ratio:
 
 
 def annealed_ratio(pair: Pair, noise: Noise, at: int, confidence: float) -> Ratio:
-    """For the loss that the arm ends at with budget number `at`. noise: `Noise(pair)`."""
+    """The ratio for the arm's end loss at budget number `at`. noise: `Noise(pair)`."""
     if len(pair.budgets) + (0 if pair.further is None else len(pair.further.budgets)) < 2:
         return Ratio(None, None, None, note="one budget: what the baseline gains from more tokens is not known")
     curve, place = end_losses(pair)
@@ -158,7 +153,7 @@ def annealed_ratio(pair: Pair, noise: Noise, at: int, confidence: float) -> Rati
     weights_here = curve.weights(here[None])[:, place]
 
     def gap(log: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """How far the baseline at exp(log) times the tokens is above the arm's end loss; half of its interval."""
+        """The baseline's loss at exp(log) times the tokens less the arm's end loss; half the width of its interval."""
         u = np.zeros((len(log), len(place), 2))
         u[:, :, 0] = np.where(log[:, None] == 0, 0.0, curve.weights(here * np.exp(log))[:, place] - weights_here)
         u[:, at, 1] = -1
@@ -182,8 +177,8 @@ def annealed_ratio(pair: Pair, noise: Noise, at: int, confidence: float) -> Rati
 
 
 def end_losses(pair: Pair) -> tuple[EndLosses, np.ndarray]:
-    """The fit through the baseline's runs whose seeds the arm has too, and those at budgets that it alone has; and of
-    each budget, those behind the arm's, its place on the curve, `(K + M,)`."""
+    """The fit through the baseline's paired runs and its further budgets; and the place of each budget on the curve,
+    `(K + M,)`, further ones last."""
     losses = np.nanmean(np.where(np.isnan(pair.difference), np.nan, pair.baseline), axis=1)
     budgets, counts = pair.budgets, pair.n_seeds
     if (more := pair.further) is not None:
@@ -201,9 +196,11 @@ Gap = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 def _last_above(gap: Gap, logs: np.ndarray, found: tuple[np.ndarray, np.ndarray], side: int) -> float | None:
-    """Up to where gap + side * half is not below 0: from there on the ratios are too large. For the lower end of the
-    interval the first such place counts, for the upper end the last, so that no ratio between them is left out which
-    the noise allows. found: gap(logs). None: it is none of `logs`."""
+    """The log ratio at which gap + side * half falls below 0; None if it is outside of `logs`.
+
+    side: 0 for the estimate, -1 and 1 for the lower and upper end. With several such places the lower end is the first
+    and the upper end the last, so the interval has every ratio that the noise allows. found: gap(logs).
+    """
 
     def value(middle: np.ndarray, half: np.ndarray) -> np.ndarray:
         return middle + side * half if side else middle
@@ -220,29 +217,26 @@ def _last_above(gap: Gap, logs: np.ndarray, found: tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Trend:
-    """By what the speed-up is multiplied where the budget doubles: 1 says that it stays. low, high: None is not known.
-
-    extrapolated: a speed-up lies beyond the baseline's budgets.
-    """
+    """The factor of the speed-up when the budget doubles."""
 
     estimate: float
     low: float | None
     high: float | None
-    budgets: tuple[int, ...]  # tokens, whose speed-ups are known
-    extrapolated: bool
+    budgets: tuple[int, ...]  # tokens, with known speed-ups
+    extrapolated: bool  # True if a speed-up lies beyond the baseline's budgets
 
 
 def trend_of(pair: Pair, noise: Noise, ratios: Sequence[Ratio], confidence: float) -> Trend | None:
-    """The slope of log ratio over log budget; None where fewer than two budgets have a ratio, or where the fit is a
-    line through two budgets: what it lacks in bend would pass for growth.
+    """The slope of log ratio over log budget; None for fewer than two ratios. None also for a fit through two budgets:
+    it is a line, and its missing bend would look like growth.
 
-    ratios: of `annealed_ratio`, by budget, without an estimate where a budget shall not count. noise: `Noise(pair)`.
-    The ratio r at budget x solves loss(r x) - loss(x) = difference, so that to first order
+    ratios: `annealed_ratio` by budget, without an estimate for budgets that do not count. noise: `Noise(pair)`. The
+    ratio r at budget x solves loss(r x) - loss(x) = difference. To first order, with loss' by log tokens,
 
-        loss'(r x) d log r = d difference - (d loss(r x) - d loss(x)),   loss' by log tokens,
+        loss'(r x) d log r = d difference - (d loss(r x) - d loss(x)).
 
-    and the slope, a weighted sum of the log r, is a weighted sum of end losses, whose interval `noise` knows. The
-    ratios share the fit and the baseline's runs: their intervals one by one would not say how sure the slope is.
+    So the slope, a weighted sum of log r, is a weighted sum of end losses, and `noise` gives its interval. The ratios'
+    own intervals would not do, because the ratios share the fit and the baseline's runs.
     """
     known = [k for k, ratio in enumerate(ratios) if ratio.estimate is not None]
     curve, place = end_losses(pair)
@@ -251,15 +245,15 @@ def trend_of(pair: Pair, noise: Noise, ratios: Sequence[Ratio], confidence: floa
     log_r = np.log([float(ratios[k].estimate or 1) for k in known])  # (n,)
     here = pair.budgets[known]  # (n,)
     there = here * np.exp(log_r)
-    u = np.zeros((len(known), len(place), 2))  # (n, K + M, 2): how log r moves with the end losses
+    u = np.zeros((len(known), len(place), 2))  # (n, K + M, 2) derivatives of log r by the end losses
     u[:, :, 0] = -(curve.weights(there) - curve.weights(here))[:, place]
     u[np.arange(len(known)), known, 1] = 1
     u /= _slope(curve, there)[:, None, None]
 
     variance = noise.spread(u).error ** 2
-    weights = 1 / variance if np.all(variance > 0) else np.ones(len(known))  # nothing known, or no noise at all
+    weights = 1 / variance if np.all(variance > 0) else np.ones(len(known))  # unknown noise, or none
     x = np.log(here) - np.average(np.log(here), weights=weights)
-    share = weights * x / np.sum(weights * x**2)  # (n,) of each log r in the slope
+    share = weights * x / np.sum(weights * x**2)  # (n,) weight of each log r in the slope
     slope = float(share @ log_r)
     half = float(noise.spread(np.einsum("n,nki->ki", share, u)[None]).half_width(confidence)[0])
     low, high = (_factor(slope - half), _factor(slope + half)) if np.isfinite(half) else (None, None)
@@ -278,9 +272,9 @@ def _slope(curve: EndLosses, tokens: np.ndarray) -> np.ndarray:
 
 
 def within_schedule(logs: Mapping[int, Sequence[float]], confidence: float) -> dict[int, Ratio]:
-    """By budget: tokens of the baseline over those of the arm for the same loss.
+    """The ratio within one schedule by budget.
 
-    logs: `log_ratio` of the runs of each seed, by budget. Their variance between seeds is pooled over budgets.
+    logs[budget]: `log_ratio` of each seed. Their variance between seeds is pooled over budgets.
     """
     values = {budget: np.array(of_budget) for budget, of_budget in logs.items()}
     df = sum(len(x) - 1 for x in values.values())
@@ -297,8 +291,8 @@ def within_schedule(logs: Mapping[int, Sequence[float]], confidence: float) -> d
 
 
 def log_ratio(arm: Records, baseline: Records, metric: str) -> float | None:
-    """log(tokens of the baseline / tokens of the arm) at equal loss, of two runs, by their eval records. Positive where
-    the arm ends lower: then it reaches the baseline's end loss on its way. None where they were not validated on it."""
+    """log(tokens of the baseline / tokens of the arm) at equal loss, by the eval records of two runs. It is positive if
+    the arm ends lower, and so reaches the baseline's end loss earlier. None without a validation before that loss."""
     (tokens, losses), (of_baseline, baseline_losses) = (curve(records, metric) for records in (arm, baseline))
     if min(len(tokens), len(of_baseline)) < 2:
         return None
@@ -310,7 +304,7 @@ def log_ratio(arm: Records, baseline: Records, metric: str) -> float | None:
 
 
 def curve(records: Records, metric: str) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and the lowest loss so far of each validation after the first step; fp64, `(n,)`."""
+    """Tokens and the lowest loss so far, `(n,)` each, of the validations after step 0."""
     known: dict[float, float] = {
         x["tokens"]: x[metric] for x in records if x.get("tokens") and x.get(metric) is not None
     }
@@ -319,8 +313,8 @@ def curve(records: Records, metric: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def reached(tokens: np.ndarray, losses: np.ndarray, loss: float) -> float | None:
-    """Tokens at which a falling curve reaches `loss`, between validations by a monotone cubic in log tokens; None where
-    it does not, or is there from the first."""
+    """The tokens at which a falling curve reaches `loss`, by a monotone cubic in log tokens. None if it never does, or
+    at its first point."""
     below = np.flatnonzero(losses <= loss)
     if len(below) == 0 or below[0] == 0:
         return None

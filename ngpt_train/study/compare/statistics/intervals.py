@@ -1,17 +1,17 @@
-"""How sure a difference between two arms is: its interval, from the noise of seeds and of validation rows.
+"""The interval of a difference between two arms, from the noise of seeds and validation rows.
 
-Both arms were trained with the same seeds and validated on the same rows, so all is said of D[s, r], the arm's loss
-less the baseline's at seed s and row r. Seeds and rows are crossed random factors (docs/study.md, "Intervals"):
+Both arms have the same seeds and validation rows. D[s, r] is the arm's loss less the baseline's loss at seed s and row
+r. Seeds and rows are crossed random factors (docs/study.md, "Intervals"):
 
     D[s, r] = difference + seed[s] + row[r] + rest[s, r]
     Var(mean of D) = Var(seed) / S + Var(row) / R + Var(rest) / (S R)
 
-The first and the last part are what the means of seeds differ by. They have S - 1 degrees of freedom, which is 2 for
-three seeds; pooled over budgets, which are runs of their own, they have more. The second part is what rows differ by
-beyond the rest. The interval is Student's for a sum of two variances that are known with different degrees of freedom,
-as Cochran and Cox have it: the two quantiles are weighted by their variances.
+The first and the last part come from the variance between the means of seeds. It has S - 1 degrees of freedom, 2 for
+three seeds; pooling over budgets adds more, because budgets are separate runs. The second part comes from the variance
+between rows, less the rest. The interval is Student's with the two quantiles weighted by their variances (Cochran and
+Cox), for a sum of two variances with different degrees of freedom.
 
-From the same noise follows what it would take to resolve a difference: seeds, validation rows or steps.
+The same noise gives the seeds, validation rows or steps that would resolve a difference.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import nctdtr, stdtrit
 
-POWER = 0.8  # chance that an interval excludes 0 where the difference is as large as it was found
-MOST = {"seeds": 10_000, "rows": 100_000_000}  # more than that is no answer
-FURTHER = 8.0  # times the tokens of the largest budget up to which the trend of the difference is followed
+POWER = 0.8  # probability that the interval excludes 0, if the true difference is the found one
+MOST = {"seeds": 10_000, "rows": 100_000_000}  # a larger number is no answer
+FURTHER = 8.0  # times the tokens of the largest budget, up to where the trend of the difference is followed
 
 
 @dataclass(frozen=True)
 class Further:
-    """End losses of the baseline at budgets that the arm does not have; NaN where a seed is missing."""
+    """End losses of the baseline at budgets which the arm lacks; NaN for a missing seed."""
 
     budgets: np.ndarray  # (M,) tokens
     losses: np.ndarray  # (M, T) nats, of any seeds
@@ -44,16 +44,16 @@ class Further:
 
 @dataclass(frozen=True)
 class Pair:
-    """The end losses of an arm and of the baseline, at the budgets that both have; NaN where a run is missing."""
+    """The end losses of an arm and the baseline at their shared budgets; NaN for a missing run."""
 
     budgets: np.ndarray  # (K,) tokens, ascending
     baseline: np.ndarray  # (K, S) nats
     arm: np.ndarray  # (K, S), the same seeds in the same order
-    # What each validation row adds to the run's loss: R (loss_sum - n_targets loss) / all targets, whose mean over rows
-    # is 0. None where runs were validated on different rows, or their files are missing.
+    # The part of each validation row in the run's loss: R (loss_sum - n_targets loss) / all targets. Its mean over rows
+    # is 0. None if runs were validated on different rows, or if files are missing.
     baseline_rows: np.ndarray | None = None  # (K, S, R)
     arm_rows: np.ndarray | None = None
-    further: Further | None = None  # of the baseline, which says what it gains from more tokens
+    further: Further | None = None  # for the fit of the baseline's loss over its budget
 
     @property
     def difference(self) -> np.ndarray:
@@ -62,7 +62,7 @@ class Pair:
 
     @property
     def n_seeds(self) -> np.ndarray:
-        """(K,) seeds at which both arms have a run; each budget has one at least."""
+        """(K,) seeds with a run of both arms, at least one."""
         return np.sum(~np.isnan(self.difference), axis=1)
 
     @property
@@ -72,7 +72,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Spread:
-    """Variances of n estimates from each source of noise, with their degrees of freedom. NaN: not known."""
+    """Variances of n estimates from each source of noise, with their degrees of freedom. NaN: unknown."""
 
     seeds: np.ndarray  # (n,)
     seeds_df: np.ndarray
@@ -81,7 +81,7 @@ class Spread:
 
     @property
     def error(self) -> np.ndarray:
-        """(n,) standard errors; NaN where nothing is known."""
+        """(n,) standard errors; NaN if no noise is known."""
         total = np.nansum([self.seeds, self.rows], axis=0)
         return np.sqrt(np.where(np.isnan(self.seeds) & np.isnan(self.rows), np.nan, total))
 
@@ -94,10 +94,10 @@ class Spread:
             return np.where(below > 0, (seeds + rows) ** 2 / below, 1.0)
 
     def half_width(self, confidence: float) -> np.ndarray:
-        """(n,) from the estimate to either end of the interval; infinite where nothing is known of the noise.
+        """(n,) half of the interval's width; infinite if no noise is known.
 
-        Satterthwaite's degrees of freedom would do for many runs. With few, a small estimate of the seeds' noise passes
-        for many degrees of freedom, and the intervals hold the truth too seldom (docs/study.md)."""
+        Satterthwaite's degrees of freedom suit many runs. With few, a small estimate of the seeds' noise looks like
+        many degrees of freedom, and the intervals hold the truth too seldom (docs/study.md)."""
         seeds, rows = np.nan_to_num(self.seeds), np.nan_to_num(self.rows)
         of_seeds, of_rows = t_quantile(confidence, self.seeds_df), t_quantile(confidence, max(self.rows_df, 1))
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -106,17 +106,19 @@ class Spread:
 
 
 def t_quantile(confidence: float, df: np.ndarray | float) -> np.ndarray:
-    """How many standard errors a two-sided interval reaches to either side."""
+    """Half of a two-sided interval's width, in standard errors."""
     return np.asarray(stdtrit(df, (1 + confidence) / 2))
 
 
 class Noise:
-    """The noise of estimates sum_k u[k, 0] baseline[k] + u[k, 1] difference[k], where baseline and difference are means
-    over the seeds, and u[:, 0] has the sum 0: what a seed adds to the losses of all budgets cancels. Behind the K
-    budgets of both come those M that the baseline alone has; u may end before them."""
+    """The noise of estimates sum_k u[k, 0] baseline[k] + u[k, 1] difference[k] over K + M budgets.
+
+    baseline and difference are means over the seeds. u[:, 0] has the sum 0, so a shift of all budgets by a seed
+    cancels. The K shared budgets come first, then the M further budgets of the baseline; u may end before them.
+    """
 
     def __init__(self, pair: Pair) -> None:
-        """Pools over budgets: their noise between seeds is taken to be alike, and of different runs."""
+        """Pools the noise between seeds over budgets, as if it were equal and independent."""
         further = pair.further
         self.n_seeds = pair.n_seeds if further is None else np.concatenate([pair.n_seeds, further.counts])
         self.n_rows = pair.n_rows
@@ -130,7 +132,7 @@ class Noise:
         df = np.array([[self.baseline_df, self.baseline_df], [self.baseline_df, self.difference_df]])
         # (2, 2), between seeds at one budget
         self.seeds = np.full((2, 2), np.nan) if self.difference_df == 0 else (both @ both.T) / np.maximum(df, 1)
-        # (K, 2, K, 2), over rows, of means over seeds; without what depends on the seed as well
+        # (K, 2, K, 2), over rows, of means over seeds; without the rest of seed and row
         self.rows = None
         if pair.baseline_rows is not None and pair.arm_rows is not None and pair.n_rows > 1:
             baseline_rows, difference_rows = pair.baseline_rows, pair.arm_rows - pair.baseline_rows
@@ -145,8 +147,8 @@ class Noise:
         form = np.einsum("nki,nkj,k->nij", u, u, 1 / self.n_seeds)
         seeds = np.einsum("nij,ij->n", form, self.seeds)
         if (self.n_seeds[np.any(u != 0, axis=(0, 2))] < 2).all():
-            seeds = np.full(len(u), np.nan)  # one seed each: other budgets' noise does not make it an experiment
-        # The variance of tr(form C), for a covariance C that was estimated from normal noise, is 2 tr((form C)^2) / df.
+            seeds = np.full(len(u), np.nan)  # single seeds stay unknown in spite of other budgets' noise
+        # The variance of tr(form C), with a covariance C estimated from normal noise, is 2 tr((form C)^2) / df.
         product = form @ np.nan_to_num(self.seeds)
         of_difference = np.einsum("nk,k->n", u[:, :, 1] ** 2, 1 / self.n_seeds) * self.seeds[1, 1]
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -160,7 +162,7 @@ class Noise:
 
 
 def _without_seeds(losses: np.ndarray) -> np.ndarray:
-    """(K, S) losses less the mean of each budget and what each seed adds at all budgets, by least squares."""
+    """(K, S) losses less the effects of budgets and seeds, by least squares."""
     has = ~np.isnan(losses)
     budget, seed = np.nonzero(has)
     design = np.concatenate([np.eye(losses.shape[0])[budget], np.eye(losses.shape[1])[seed]], axis=1)
@@ -171,15 +173,15 @@ def _without_seeds(losses: np.ndarray) -> np.ndarray:
 
 
 def _stacked(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """(K, S, R) and (M, T, R) as (K + M, max(S, T), R), with NaN where one has fewer seeds."""
+    """(K, S, R) and (M, T, R) as (K + M, max(S, T), R), with NaN for missing seeds."""
     most = max(one.shape[1], other.shape[1])
     wide = [np.pad(x, ((0, 0), (0, most - x.shape[1]), (0, 0)), constant_values=np.nan) for x in (one, other)]
     return np.concatenate(wide)
 
 
 def _over_rows(baseline: np.ndarray, difference: np.ndarray) -> np.ndarray:
-    """(K, 2, K, 2) covariance over rows of the means over seeds of (K, S, R) baseline and difference, less what the
-    seeds of a budget contribute by the part that depends on seed and row."""
+    """(K, 2, K, 2) covariance over rows of (K, S, R) baseline and difference, averaged over seeds. The contribution of
+    the rest, which depends on seed and row, is subtracted."""
     both = np.stack([np.where(np.isnan(difference), np.nan, baseline), difference], axis=1)  # (K, 2, S, R)
     means = np.nanmean(both, axis=2)
     df = both.shape[3] - 1
@@ -194,7 +196,7 @@ def _over_rows(baseline: np.ndarray, difference: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Difference:
-    """An arm's loss less the baseline's at one budget, in nats, with its interval. None: not known."""
+    """An arm's loss less the baseline's at one budget, in nats, with its interval. None: unknown."""
 
     estimate: float
     low: float | None
@@ -205,12 +207,12 @@ class Difference:
 
     @property
     def is_resolved(self) -> bool:
-        """Whether the interval excludes no difference. One seed resolves nothing: its noise is unknown."""
+        """True if the interval excludes 0. One seed resolves nothing, because its noise is unknown."""
         return self.n_seeds > 1 and self.low is not None and self.high is not None and not self.low <= 0 <= self.high
 
 
 def difference_at(pair: Pair, noise: Noise, at: int, confidence: float) -> Difference:
-    """At budget number `at`. noise: `Noise(pair)`."""
+    """The difference at budget number `at`. noise: `Noise(pair)`."""
     u = np.zeros((1, len(pair.budgets), 2))
     u[0, at, 1] = 1
     spread = noise.spread(u)
@@ -221,10 +223,10 @@ def difference_at(pair: Pair, noise: Noise, at: int, confidence: float) -> Diffe
 
 
 def needed(pair: Pair, found: Difference, at: int, steps: int, confidence: float) -> dict[str, int | None]:
-    """How many seeds, rows or steps would each alone resolve a difference of the size found at budget `at`, with the
-    chance POWER. None: none of a reasonable number, or the noise is not known.
+    """The number of seeds, rows or steps that each alone would resolve the difference found at budget `at`, with the
+    probability POWER. None: no reasonable number, or unknown noise.
 
-    steps: of the runs at this budget. More of them help where the difference grows with the budget.
+    steps: of the runs at this budget. More steps help if the difference grows with the budget.
     """
     if found.n_seeds < 2 or found.estimate == 0:
         return {"seeds": None, "rows": None, "steps": None}
@@ -244,7 +246,7 @@ def needed(pair: Pair, found: Difference, at: int, steps: int, confidence: float
 
 
 def chance(spread: Spread, size: float, confidence: float) -> float:
-    """The probability that the interval of a difference of this size excludes 0 on the right side."""
+    """The probability that the interval of a true difference `size` excludes 0, with the right sign."""
     error, df = float(spread.error[0]), float(spread.df[0])
     if error == 0:
         return 1.0
@@ -252,7 +254,7 @@ def chance(spread: Spread, size: float, confidence: float) -> float:
 
 
 def detectable(spread: Spread, confidence: float) -> float:
-    """The smallest difference that this noise would let be resolved with the chance POWER."""
+    """The smallest difference resolved with the probability POWER under this noise."""
     about = float((spread.half_width(confidence) + t_quantile(2 * POWER - 1, spread.df) * spread.error)[0])
     if about == 0:
         return 0.0
@@ -270,8 +272,8 @@ def _fewest(spread_of: Callable[[int], Spread], size: float, confidence: float, 
 
 
 def _steps(pair: Pair, found: Difference, at: int, steps: int, confidence: float) -> int | None:
-    """Where the line of the difference over log budget grows to what the noise lets be seen. None also where its slope
-    does not differ from 0 by more than the noise between seeds: then nobody knows that more steps help."""
+    """The steps at which the line of the difference over log budget reaches the detectable size. None also if the slope
+    does not differ from 0 by more than the noise between seeds."""
     if len(pair.budgets) < 3:
         return None
     logs, differences = np.log(pair.budgets), np.nanmean(pair.difference, axis=1)
