@@ -87,7 +87,8 @@ class Line:
         complete: bool = False,
     ) -> None:
         self._runs: dict[Any, list[tuple[int | None, float]]] = {}
-        for value, loss, seed in zip(values, losses, seeds or [None] * len(losses), strict=True):
+        known: Sequence[int | None] = [None] * len(losses) if seeds is None else seeds
+        for value, loss, seed in zip(values, losses, known, strict=True):
             finite = math.inf if loss is None or not math.isfinite(loss) else float(loss)
             self._runs.setdefault(value, []).append((seed, finite))
         is_ordered = all(is_number(value) for value in self._runs)
