@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ngpt_train.core.recorded import Record
 from ngpt_train.data.position import data_hash
-from ngpt_train.training.hooks.hook import Hook, Record, TrainingRun, due
+from ngpt_train.training.hooks.hook import Hook, TrainingRun, due
 
 if TYPE_CHECKING:
     from ngpt_train.data.position import Position

@@ -16,6 +16,7 @@ from ngpt_train.config.stored import read_yaml, with_first_values
 from ngpt_train.core.errors import DataError, is_told_here, same_on_host
 from ngpt_train.core.files import read_json
 from ngpt_train.core.launcher import end_with_launcher
+from ngpt_train.core.sink import Sink
 from ngpt_train.data import open_dataset
 from ngpt_train.data.dataset import Dataset
 from ngpt_train.data.loader import TrainLoader, reader_of
@@ -35,7 +36,7 @@ from ngpt_train.training.checkpoint.catalogue import step_of
 from ngpt_train.training.checkpoint.integrity import newest_undamaged, newest_with_config
 from ngpt_train.training.checkpoint.load import load_model, load_state
 from ngpt_train.training.feed import Feed
-from ngpt_train.training.hooks.hook import Sink, TrainingRun
+from ngpt_train.training.hooks.hook import TrainingRun
 from ngpt_train.training.hooks.rollback import GoBack, describe, go_back
 from ngpt_train.training.loop import train
 from ngpt_train.training.provenance import describe_start, initial_checkpoint

@@ -25,7 +25,7 @@ def spoil(bad: list[tuple[int, int, str]]) -> None:
         kinds.clear()
         kinds.update(kind for begin, end, kind in bad if begin < self._rows and first <= end)
         if "nonsense" in kinds:
-            noise = np.random.default_rng(first + self._rank)
+            noise = np.random.default_rng(first + self._share.rank)
             batches = [(tokens, noise.integers(1, 256, targets.shape), *rest) for tokens, targets, *rest in batches]
         return batches, position
 

@@ -7,31 +7,17 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from ngpt_train.core.recorded import Record
+from ngpt_train.core.sink import Sink
+
 if TYPE_CHECKING:
     from ngpt_train.data.position import Position
     from ngpt_train.training.signals import StopRequest
     from ngpt_train.training.state import TrainState
     from ngpt_train.training.step import MicroBatch, Observer, StepResult
 
-Record = dict[str, Any]
 Moment = Literal["start", "before_step", "after_step", "check", "save", "evaluate"]
 STEP = "step"  # `doing` of the step itself, for `during`
-
-
-class Sink:
-    """Takes the records and messages of a run: metrics.jsonl, the console, wandb. Only rank 0 has sinks."""
-
-    def log(self, record: Record) -> None:
-        """Takes a record {"kind": "train" | "eval" | "tasks" | "sample" | "telemetry" | "rollback", "step": n, ...}.
-
-        Its other values are numbers or None; a sample also has texts.
-        """
-
-    def message(self, text: str) -> None:
-        """Takes one line for people."""
-
-    def close(self, reason: str) -> None:
-        """Called once, last. reason: how the run ended."""
 
 
 class Hook:

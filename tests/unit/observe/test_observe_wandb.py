@@ -122,6 +122,12 @@ def wait_for(condition, seconds: float = 30.0) -> None:
         time.sleep(0.05)
 
 
+def test_the_follower_starts_without_torch() -> None:
+    """Caught: seconds, and hundreds of megabytes, beside each run."""
+    code = "import ngpt_train.observe.wandb_follower, sys; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_records_reach_wandb(tmp_path: Path, fake: Path) -> None:
     trial = Trial(tmp_path / "run")
     trial.log(3)
