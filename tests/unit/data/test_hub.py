@@ -305,6 +305,7 @@ def test_what_the_hub_s_own_client_cannot_do(hub: Hub, tmp_path: Path, monkeypat
     """Decision 10. Where one of these fails, the library has learned what `HubClient` is for."""
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)  # or it asks huggingface.co for a list
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 5)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1)  # longer than a busy machine pauses
     api = huggingface_hub.HfApi(endpoint=hub.address)
     name = "plain_text/train-00000-of-00002.parquet"
 
@@ -315,7 +316,7 @@ def test_what_the_hub_s_own_client_cannot_do(hub: Hub, tmp_path: Path, monkeypat
         threads = [threading.Thread(target=suppressed, args=(call,), daemon=True) for call in calls]
         for thread in threads:
             thread.start()
-        time.sleep(1.5)  # five times HF_HUB_DOWNLOAD_TIMEOUT
+        time.sleep(3)  # three times HF_HUB_DOWNLOAD_TIMEOUT
         return all(thread.is_alive() for thread in threads)
 
     def suppressed(call: Callable[[], object]) -> None:
