@@ -122,7 +122,7 @@ class WandbSink(Sink):
         if self._started:
             self._say(
                 f"wandb stopped ({self._failure or 'no answer'}); metrics.jsonl has everything, "
-                f"`{self._sync_command}` uploads the rest; details in {self._log_path}"
+                f"`{self._sync_command}` uploads wandb's copy; details in {self._log_path}"
             )
         elif self._online:
             self._start(online=False, why_offline=self._failure or f"no connection within {self._timeout:g} s")
@@ -168,7 +168,7 @@ class WandbSink(Sink):
             self._process.kill()
             self._process.wait()
             self._release()
-            self._say(f"wandb did not finish; `{self._sync_command}` uploads the rest; details in {self._log_path}")
+            self._say(f"wandb did not finish; `{self._sync_command}` uploads wandb's copy; details in {self._log_path}")
 
 
 def _run_id(run_dir: Path) -> str:

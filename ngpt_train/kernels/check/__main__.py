@@ -7,12 +7,16 @@ piece of work takes too long.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
-import os
 import signal
 import sys
+
+if __name__ == "__main__":  # before the imports, which may hang, too
+    signal.setitimer(signal.ITIMER_REAL, json.loads(sys.argv[1])["seconds"]["start"])
+
+import contextlib
+import logging
+import os
 import time
 from typing import Any
 
@@ -40,7 +44,6 @@ def main() -> int:
             found["doing"] = doing
         output.write(json.dumps({"at": at, **found}) + "\n")
 
-    signal.setitimer(signal.ITIMER_REAL, request["seconds"]["start"])
     device = torch.device(request["device"])
     if device.type == "cuda":
         torch.cuda.set_device(device)

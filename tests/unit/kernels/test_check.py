@@ -258,6 +258,17 @@ def test_a_process_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         os.kill(int(marker.read_text()), 0)
 
 
+def test_an_import_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: a start that is timed from its last import on."""
+    (tmp_path / "torch.py").write_text("import time\ntime.sleep(1000)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(children, "START_SECONDS", 1.0)
+    begun = time.monotonic()
+    (found,) = children.findings([CALLS["adam"]], REQUEST)
+    assert found.problem == "the process that checks did not start: too slow"
+    assert time.monotonic() - begun < 60
+
+
 def test_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Caught: a second check of the same, a finding of other versions, code, shapes or without times that is taken."""
     found = Finding(error=1e-6, problem=None, lasting=True)
