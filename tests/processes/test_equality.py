@@ -23,7 +23,7 @@ LAYOUTS = {  # ranks, parallel, micro batches per rank and step
     "fsdp(4)": (4, "fsdp", 2),
     "hsdp(2x2)": (4, "hsdp", 2),
 }
-FAST = {  # with the other recipes and cells in the slow tier
+FAST = {  # with the other recipes and cells in the exhaustive tier
     "gpt": {"ddp(2)": "none", "fsdp(4)": "none", "hsdp(2x2)": "selective"},
     "ngpt": {"ddp(2)": "selective", "ddp(4)": "none", "fsdp(2)": "none", "hsdp(2x2)": "none"},
     "ngpt with nugpt": {"ddp(2)": "none", "fsdp(2)": "none", "hsdp(2x2)": "none"},

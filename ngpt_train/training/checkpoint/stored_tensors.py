@@ -87,7 +87,10 @@ class StoredTensors:
             try:
                 metadata = self._reader.read_metadata()
             except Exception as error:  # from safetensors, or for a header without places
-                raise DataError(f"The checkpoint {checkpoint} cannot be read: {in_one_line(error)}") from None
+                damaged = next(
+                    (f"{path.name}: " for path in sorted(checkpoint.glob("*.safetensors")) if not _opens(path)), ""
+                )
+                raise DataError(f"The checkpoint {checkpoint} cannot be read: {damaged}{in_one_line(error)}") from None
         found = metadata.state_dict_metadata.items()
         self._stored = {name: entry for name, entry in found if isinstance(entry, TensorStorageMetadata)}
         self.names = self._stored.keys()
@@ -108,7 +111,9 @@ class StoredTensors:
                     f"The checkpoint {self.checkpoint} cannot be read: {name} has the shape {list(stored.size)} there, "
                     f"and {list(tensor.shape)} in the model."
                 )
-            if sum(chunk.sizes.numel() for chunk in stored.chunks) != stored.size.numel():
+            places = {tuple(chunk.offsets) for chunk in stored.chunks}
+            there = sum(chunk.sizes.numel() for chunk in stored.chunks)
+            if there != stored.size.numel() or len(places) != len(stored.chunks):
                 raise DataError(f"The checkpoint {self.checkpoint} lacks a part of {name}, or has one twice.")
         try:
             with warnings.catch_warnings():
@@ -118,3 +123,14 @@ class StoredTensors:
             failures = error.failures if isinstance(error, CheckpointException) else {}
             first = next(iter(failures.values()))[0] if failures else error
             raise DataError(f"The checkpoint {self.checkpoint} cannot be read: {in_one_line(first)}") from None
+
+
+def _opens(path: Path) -> bool:
+    """True if safetensors can read the file's header."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, "pt"):
+            return True
+    except Exception:  # as torch's reader meets it
+        return False

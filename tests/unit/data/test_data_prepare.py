@@ -109,6 +109,7 @@ def test_every_document_once_in_one_split(cfg: Config, shard_tokens: int) -> Non
 
     stream = np.concatenate([np.append(np.frombuffer(text.encode(), np.uint8).astype(int), EOS) for text in train])
     np.testing.assert_array_equal(ids_of(dataset.train), stream)
+    assert dataset.train.documents[1].tolist() == [len(text.encode()) + 1 for text in train]
 
 
 def test_split_depends_on_the_text_alone(cfg: Config, tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ def of_rotary() -> Iterator[Launch]:
         (16, 16, 64, "bf16", False, True),
         (16, 16, 64, "bf16", False, False),
         (16, 4, 80, "bf16", False, True),
+        (8, 8, 128, "bf16", False, True),
         (4, 4, 256, "bf16", True, True),
         (16, 16, 64, "fp32", False, True),
     ):

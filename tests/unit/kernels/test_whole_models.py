@@ -16,10 +16,11 @@ from tests.properties.runs import run_config
 from tests.reference.training import Recipe
 
 TINY = Size(d_model=32, n_layers=1, n_heads=2, vocab_size=48, n_kv_heads=1, d_mlp=40, source_context=4)
-# Options that give the kernels other arguments. engpt has SLERP in the MLP, one s_qk for all heads and an eps of Norm.
+# Options that give the kernels other arguments.
 OPTIONS = [
     "gpt gelu",
-    *(f"ngpt {option}" for option in ("without qk-norm", "interleaved", "scalars", "slerp", "engpt")),
+    *(f"ngpt {option}" for option in ("without qk-norm", "interleaved", "scalars", "slerp", "engpt", "shared s_qk")),
+    "ngpt slerp in the mlp",
 ]
 
 

@@ -14,7 +14,7 @@ from tests.properties.architectures import ARCHITECTURES, CONTEXT, SMALL, VARIAN
 
 GROUPED = Size(24, 3, 6, 31, n_kv_heads=2, d_mlp=50, n_encoder_layers=2)
 ALL = ARCHITECTURES | VARIANTS
-# Each kind of positions, norms of q and k, tied embeddings, gelu, scales; the others are in the slow tier.
+# Each kind of positions, norms of q and k, tied embeddings, gelu, scales; the others are in the exhaustive tier.
 FAST = [
     "composed qkv norm",
     "composed dyt",

@@ -74,7 +74,7 @@ FAST = [
     ("normformer", "hsdp", "selective", "fp32", 2),
 ]
 # Each model in each layout and with each kind of recomputation, but not in all pairs of them, which take an hour.
-SLOW = [
+EXHAUSTIVE = [
     (model, layout, recompute, "fp32" if recompute == "selective" else "bf16", 1 + (layout != "single"))
     for m, model in enumerate(ARCHITECTURES)
     for n, layout in enumerate(LAYOUTS)
@@ -84,7 +84,7 @@ SLOW = [
 
 @pytest.mark.parametrize(
     ("model", "layout", "recompute", "precision", "micro_batches"),
-    [*FAST, *(pytest.param(*cell, marks=pytest.mark.exhaustive) for cell in SLOW if cell not in FAST)],
+    [*FAST, *(pytest.param(*cell, marks=pytest.mark.exhaustive) for cell in EXHAUSTIVE if cell not in FAST)],
 )
 def test_of_whole_steps(model: str, layout: str, recompute: str, precision: str, micro_batches: int) -> None:
     """Caught: activations, gradients, gathered or cast matrices that plan forgets, counts twice or shards wrongly."""

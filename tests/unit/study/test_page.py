@@ -179,10 +179,12 @@ def requests_of(browser: Any) -> list[str]:
     return [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
 
 
-SLOW = pytest.mark.exhaustive
+EXHAUSTIVE = pytest.mark.exhaustive
 
 
-@pytest.mark.parametrize("case", ["usual", *(pytest.param(case, marks=SLOW) for case in CASES if case != "usual")])
+@pytest.mark.parametrize(
+    "case", ["usual", *(pytest.param(case, marks=EXHAUSTIVE) for case in CASES if case != "usual")]
+)
 @pytest.mark.parametrize("width", [1280, 375])
 def test_it_opens_in_a_browser(browser: Any, tmp_path: Path, case: str, width: int) -> None:
     """Caught: an error in the script, a request, a page wider than the screen, an empty figure."""

@@ -105,13 +105,13 @@ def test_plain_lines(clock: list[float], capsys: pytest.CaptureFixture[str]) -> 
         shown.update({}, [point(0)], [point(1)])
         shown.say("one")
         shown.say("two")
+        clock[0] = 30
         shown.update({point(0): RESULTS[point(0)]}, [point(1)], [])
         for clock[0] in range(1, 150):
             shown.update(RESULTS, [point(4)], [point(5)])
         shown.say("three")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("one  (1 of some 10 runs done, 1 running, 0 waiting, some ")
-    assert lines[0].endswith(" left)")
+    assert lines[0] == "one  (1 of some 10 runs done, 1 running, 0 waiting, some 7m00s left)"
     assert lines[1] == "two"
     assert lines[2].startswith("2 of some 10 runs done, 1 failed, 1 running, 1 waiting, some ")
     assert lines[3:5] == ["best so far:", "  gpt: loss 3.2500 at 1k tokens with lr=0.002 (1 of 3 seeds)"]

@@ -70,14 +70,18 @@ def test_pieces_of_ranks_are_put_together(tmp_path: Path) -> None:
     assert torch.equal(read["w"], whole)
     with pytest.raises(DataError, match=r"w has the shape \[5, 4\] there, and \[6, 4\] in the model"):
         StoredTensors(tmp_path, NO_PICKLE).read({"w": torch.zeros(6, 4)})
-    (tmp_path / "shard-1.safetensors").unlink()
+    write_tensors(tmp_path / "shard-3.safetensors", [Piece("w", (0, 0), whole[0:2])], "xxh3")
+    (tmp_path / "shard-1.safetensors").rename(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match="lacks a part of w"):  # as many numbers as w has, rows 0 and 1 twice
+        StoredTensors(tmp_path, NO_PICKLE).read({"w": torch.zeros(5, 4)})
+    (tmp_path / "shard-3.safetensors").unlink()
     with pytest.raises(DataError, match="lacks a part of w"):
         StoredTensors(tmp_path, NO_PICKLE).read({"w": torch.zeros(5, 4)})
     save_file({"w": whole}, tmp_path / "shard-1.safetensors")
     with pytest.raises(DataError, match="has one twice"):
         StoredTensors(tmp_path, NO_PICKLE).read({"w": torch.zeros(5, 4)})
     (tmp_path / "shard-1.safetensors").write_bytes(b"{")
-    with pytest.raises(DataError, match="cannot be read: SafetensorError: "):
+    with pytest.raises(DataError, match=r"cannot be read: shard-1\.safetensors: SafetensorError: "):
         StoredTensors(tmp_path, NO_PICKLE)
 
 
