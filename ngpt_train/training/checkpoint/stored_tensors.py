@@ -87,10 +87,8 @@ class StoredTensors:
             try:
                 metadata = self._reader.read_metadata()
             except Exception as error:  # from safetensors, or for a header without places
-                damaged = next(
-                    (f"{path.name}: " for path in sorted(checkpoint.glob("*.safetensors")) if not _opens(path)), ""
-                )
-                raise DataError(f"The checkpoint {checkpoint} cannot be read: {damaged}{in_one_line(error)}") from None
+                problem = f"{_unreadable(checkpoint)}{in_one_line(error)}"
+                raise DataError(f"The checkpoint {checkpoint} cannot be read: {problem}") from None
         found = metadata.state_dict_metadata.items()
         self._stored = {name: entry for name, entry in found if isinstance(entry, TensorStorageMetadata)}
         self.names = self._stored.keys()
@@ -125,12 +123,14 @@ class StoredTensors:
             raise DataError(f"The checkpoint {self.checkpoint} cannot be read: {in_one_line(first)}") from None
 
 
-def _opens(path: Path) -> bool:
-    """True if safetensors can read the file's header."""
+def _unreadable(checkpoint: Path) -> str:
+    """`NAME: ` of the first file whose header safetensors cannot read; empty if there is none."""
     from safetensors import safe_open
 
-    try:
-        with safe_open(path, "pt"):
-            return True
-    except Exception:  # as torch's reader meets it
-        return False
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                continue
+        except Exception:  # the one that torch's reader met
+            return f"{path.name}: "
+    return ""
