@@ -101,7 +101,7 @@ def read_records(path: Path, kinds: Collection[str]) -> tuple[dict[str, list[Rec
             where = f"{path}, line {number}, {kind} record of step {str(record.get('step'))[:20]}"
             # The metrics of other contexts, such as loss_ctx2048.
             of_contexts = {name: fields.get(re.sub(r"_ctx\d+$", "", name), fields.get("")) for name in record}
-            known = {name: found for name, found in of_contexts.items() if found is not None}
+            known = {"step": fields["step"]} | {name: kind for name, kind in of_contexts.items() if kind is not None}
             record = {name: None if _is_endless(value) else value for name, value in record.items()}
             by_step[kind][checked(record, known, where, ("step",))["step"]] = record
     return {kind: [found[step] for step in sorted(found)] for kind, found in by_step.items()}, damaged

@@ -24,9 +24,9 @@ from ngpt_train.core.files import check_kinds, write_json
 from ngpt_train.core.lock import DirectoryLock
 from ngpt_train.distributed.world import resolve_device
 from ngpt_train.evaluation.trust import taken
-from ngpt_train.study.audit.again import command_of
 from ngpt_train.study.audit.auditing import audit
 from ngpt_train.study.audit.certificate import CERTIFICATE
+from ngpt_train.study.engines.local import launcher
 from ngpt_train.training.guards import NumericalError
 from ngpt_train.training.provenance import processor
 
@@ -49,7 +49,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         check_kinds([target], directories=())
     of_run = partial(taken, own=config, overrides=overrides, opens=("run", "data", "tokenizer"))
     certificate = audit(
-        path, config.audit, lambda ranks: command_of("ngpt_train.verbs.audit", ranks), _here(path), of_run, _say
+        path, config.audit, lambda ranks: [*launcher(ranks), "ngpt_train.verbs.audit"], _here(path), of_run, _say
     )
     write_json(target, certificate)
     for line in _summary(certificate):

@@ -95,11 +95,11 @@ def on_tasks(config: Config, overrides: Sequence[str]) -> int:
 
     Raises ConfigError for what is no task or none of this model, DataError where checkpoint or tasks cannot be had.
     """
-    from ngpt_train.evaluation.tasks.run_tasks import Tasks
-
     of_tasks = ("tasks", "eval.tasks", "eval.tasks_path", "parallel")
     trained = find_trained("evaluate", config, overrides, also_used=of_tasks)
     out, files = output(config, "{stem}_items.jsonl")
+    from ngpt_train.evaluation.tasks.run_tasks import Tasks  # brings the harness, which a mistake need not wait for
+
     world = join_world(config)
     tasks = Tasks(config.eval, trained.config.model, world)
     for note in tasks.notes():

@@ -24,7 +24,6 @@ from ngpt_train.study.audit.record_checks import last_step
 from ngpt_train.study.compare.row_losses import read_rows
 from ngpt_train.study.compare.runs import Run, read_run
 from ngpt_train.study.engines.child import ending_with_us
-from ngpt_train.study.engines.local import launcher
 from ngpt_train.study.points import DIVERGED
 from ngpt_train.training.checkpoint.catalogue import MANIFEST
 from ngpt_train.training.checkpoint.integrity import STATE, has_tensors, read_manifest
@@ -197,7 +196,7 @@ class Window:
             then, now = counters.get(name), counters_now.get(name)
             # guards: the losses of guards.rollback, which training again does not keep.
             if name not in (*OF_THE_CLOCK, "guards") and json.dumps(then) != json.dumps(now):
-                says = f"{name} in state.json of checkpoint {one.name} is {then}, training again ends with {now}"
+                says = f"{name} in state.json of checkpoint {one.name} is not what training again ends with"
                 self.found.append(Finding(one.name, says, self.end, name, then, now))
 
 
@@ -206,11 +205,6 @@ def copy_checkpoint(checkpoint: Path, target: Path) -> None:
     target.mkdir(parents=True)
     for name in (MANIFEST, *read_manifest(checkpoint).files):
         shutil.copyfile(checkpoint / name, target / name)
-
-
-def command_of(module: str, ranks: int) -> list[str]:
-    """The command that runs `module` on this number of ranks."""
-    return [*launcher(ranks), module]
 
 
 def _last_error(log: str) -> str:

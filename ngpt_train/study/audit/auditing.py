@@ -21,7 +21,7 @@ from ngpt_train.study.audit.certificate import FORMAT, Finding, sums_of
 from ngpt_train.study.audit.record_checks import check_checkpoint, check_records, last_step
 from ngpt_train.study.compare.runs import Run, read_run
 from ngpt_train.study.points import DIVERGED
-from ngpt_train.training.checkpoint.catalogue import list_checkpoints, step_of
+from ngpt_train.training.checkpoint.catalogue import VALIDATION, list_checkpoints, read_validation_losses, step_of
 
 OF_THE_MACHINE = ("device", "cpu")  # facts of run.json; ranks and threads are set as in the run
 RANKS_A_CORE, MOST_THREADS = 8, 1024  # limits for the ranks and threads in a run.json
@@ -56,7 +56,9 @@ def audit(
     """
     run, config = read_run(path), read_yaml(path / "config.yaml")
     of_last, starts = taken(config), run.starts
-    if not starts or any(start.get("step") is None for start in starts):
+    if config.train.batch_rows is None:
+        raise DataError(f"{path / 'config.yaml'} is damaged: train.batch_rows=null, and a run has a number there")
+    if not starts or any(start.get("step") is None for start in starts) or min(start["step"] for start in starts) > 0:
         raise DataError(f"{path / 'run.json'} is damaged: it does not say how the run began")
     _check_room(path, starts)
     sums, checkpoints = sums_of(path), list_checkpoints(path / "checkpoints")
@@ -66,9 +68,16 @@ def audit(
     sound: dict[int, Config] = {}  # by step: the configs of undamaged checkpoints
     found = _other_commits(starts, here)
     found += check_records(run, config, max(begun), kept, exact=not why_not)
+    validation_losses: dict[int, float] = {}
+    try:
+        validation_losses = read_validation_losses(path / "checkpoints")
+    except DataError as error:
+        found.append(Finding(VALIDATION, str(error)))
     for checkpoint in checkpoints:
-        stored, problems = check_checkpoint(checkpoint, run, config, newest=checkpoint == checkpoints[-1])
-        sound |= {} if stored is None else {step_of(checkpoint): taken(stored)}
+        newest = checkpoint == checkpoints[-1]
+        stored, problems = check_checkpoint(checkpoint, run, config, newest, validation_losses)
+        if stored is not None:
+            sound[step_of(checkpoint)] = taken(stored)
         found += problems
     for finding in found:
         say(f"found: {finding.says}")

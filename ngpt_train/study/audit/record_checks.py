@@ -20,7 +20,7 @@ from ngpt_train.optim.schedule import lr_at
 from ngpt_train.study.audit.certificate import METRICS, Finding, contradiction
 from ngpt_train.study.compare.runs import Run, contradicted
 from ngpt_train.study.points import ENDED
-from ngpt_train.training.checkpoint.catalogue import MANIFEST, VALIDATION, read_validation_losses, step_of
+from ngpt_train.training.checkpoint.catalogue import MANIFEST, VALIDATION, step_of
 from ngpt_train.training.checkpoint.integrity import STATE, differences, read_manifest, read_progress
 
 KINDS = ("train", "eval")  # in the order in which a step writes its records
@@ -108,10 +108,8 @@ def _missing(run: Run, config: Config, begun: int, checkpoints: Sequence[int]) -
 
 def _sums(run: Run, config: Config) -> Iterator[Finding]:
     """A loss is the mean of its steps; tokens are the targets of the steps."""
-    data, counts = config.data, config.data.pack == "concat" and config.data.objective == "next_token"
-    # The last row of prepared text repeats targets of the row before, once an epoch and source. They are not counted.
-    sources = [source.data for source in mixture_of(data)] if data.kind == "mixture" else [data]
-    repeated = sum(not source.streamed for source in sources) * (config.model.context - 1)
+    counts = config.data.pack == "concat" and config.data.objective == "next_token"
+    repeated = _repeated_targets(config) if counts else 0
     for record in run.train:
         loss, mean = record.get("loss"), record.get("loss_mean")
         is_one_step = config.logging.every == 1 and not record.get("skipped")
@@ -121,6 +119,13 @@ def _sums(run: Run, config: Config) -> Iterator[Finding]:
         least = most - repeated * math.ceil(record.get("epochs") or 1)
         if counts and (tokens is None or not least <= tokens <= most):
             yield contradiction(record, "tokens", "the steps so far have", most)
+
+
+def _repeated_targets(config: Config) -> int:
+    """Targets of an epoch that are not counted: the last row of prepared text repeats some of the row before, for each
+    source."""
+    sources = [source.data for source in mixture_of(config.data)] if config.data.kind == "mixture" else [config.data]
+    return sum(not source.streamed for source in sources) * (config.model.context - 1)
 
 
 def _schedule(run: Run, config: Config, begun: int, tolerance: float) -> Iterator[Finding]:
@@ -144,10 +149,11 @@ def _close(one: Any, other: float, tolerance: float) -> bool:
 def _cumulative(run: Run) -> Iterator[Finding]:
     """FLOPs are proportional to the steps; tokens and seconds do not fall."""
     records = sorted([*run.train, *run.evals], key=lambda x: (x["step"], KINDS.index(x["kind"])))
-    rate = next((x["flops"] / x["step"] for x in reversed(records) if x["step"] and x.get("flops") is not None), 0.0)
+    rate = next((x["flops"] / x["step"] for x in reversed(records) if x["step"] and x.get("flops") is not None), None)
     before: dict[str, float] = {}
     for record in records:
-        if record.get("flops") is not None and record["flops"] != (flops := round(rate * record["step"])):
+        flops = None if rate is None else round(rate * record["step"])
+        if None not in (flops, record.get("flops")) and record["flops"] != flops:
             yield contradiction(record, "flops", f"at {rate:.6g} a step, as in the last record, it has", flops)
         for name in ("tokens", "train_seconds"):
             if (value := record.get(name)) is not None:
@@ -174,14 +180,15 @@ def _evals(run: Run) -> Iterator[Finding]:
             yield Finding(METRICS, f"there is no eval record of step {int(number)}, but {path.name}", int(number))
 
 
-def check_checkpoint(path: Path, run: Run, config: Config, newest: bool) -> tuple[Config | None, list[Finding]]:
+def check_checkpoint(
+    path: Path, run: Run, config: Config, newest: bool, validation_losses: Mapping[int, float]
+) -> tuple[Config | None, list[Finding]]:
     """The config of a kept checkpoint, None if the checkpoint is damaged; its contradictions with records and
-    config.yaml."""
+    config.yaml. validation_losses: of the run, by step (validation.json)."""
     step, name = step_of(path), path.name
     try:
         problems = differences(path, read_manifest(path).files)
         progress, stored = read_progress(path), read_yaml(path / "config.yaml")
-        validation_loss = read_validation_losses(path.parent).get(step)
     except DataError as error:
         problems = [str(error)]
     if problems:
@@ -203,7 +210,7 @@ def check_checkpoint(path: Path, run: Run, config: Config, newest: bool) -> tupl
         (run.train, "loss", MANIFEST, read_json(path / MANIFEST).get("loss")),
         (run.train, "tokens", STATE, progress["tokens"]),
         (run.train, "data_hash", STATE, progress["data"].get("data_hash")),
-        (run.evals, "loss", VALIDATION, validation_loss),
+        (run.evals, "loss", VALIDATION, validation_losses.get(step)),
     ):
         record: Mapping[str, Any] = next((x for x in records if x["step"] == step), {})
         if value is not None and field in record and record[field] != value:

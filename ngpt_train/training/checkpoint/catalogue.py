@@ -81,7 +81,7 @@ def read_validation_losses(directory: Path) -> dict[int, float]:
     stored = read_json(path)
     if not isinstance(stored, dict) or not all(type(loss) is float for loss in stored.values()):
         raise DataError(f"{path} is damaged: it is not a loss for each step. Delete it.")
-    return {int(step): loss for step, loss in stored.items() if step.isdigit()}
+    return {int(step): loss for step, loss in stored.items() if re.fullmatch("[0-9]{1,18}", step)}
 
 
 def best(directory: Path, n: int) -> list[Path]:

@@ -18,7 +18,7 @@ from ngpt_train.config.sections.studies import AuditConfig
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_json
 from ngpt_train.study.audit.auditing import audit, windows
-from ngpt_train.study.audit.certificate import CERTIFICATE, read_certificates
+from ngpt_train.study.audit.certificate import CERTIFICATE, METRICS, read_certificates
 from ngpt_train.study.compare.runs import read_run
 from tests.processes.runs import arguments, train, write_corpus
 
@@ -271,6 +271,36 @@ def test_a_start_that_no_run_has(run: Path, honest: Path, changed: dict[str, Any
     facts(**changed)(run)
     (name,) = changed
     with pytest.raises(DataError, match=rf"run\.json: starts\[0\]: {name}="):
+        audited(run, honest)
+
+
+@pytest.mark.parametrize("content", ['{"4": 1}', '{"4": 5.5, "8": null}', '{"4": 5.5', "[]"])
+def test_a_damaged_list_of_validations_hides_nothing(run: Path, honest: Path, content: str) -> None:
+    """Caught: a file of the whole run that makes each checkpoint damaged, so that one window alone is trained again."""
+    (run / "checkpoints/validation.json").write_text(content)
+    nudge("train", 8, "lr")(run)
+    certificate = audited(run, honest)
+    assert [x["where"] for x in certificate["found"]][:2] == [METRICS, "validation.json"]
+    assert [(x["start"], x["end"]) for x in certificate["windows"]] == [(0, 4), (4, 8), (8, 12)]
+
+
+def test_numbers_that_no_run_has(run: Path, honest: Path) -> None:
+    """Caught: edits that end the audit with a traceback."""
+    (run / "checkpoints/validation.json").write_text(json.dumps({"²": 5.5, "9" * 5000: 5.5}))
+    assert audited(run, honest)["equal"]
+    facts(step=4)(run)
+    with pytest.raises(DataError, match="does not say how the run began"):
+        audited(run, honest)
+    lines = (run / METRICS).read_text().splitlines()
+    (run / METRICS).write_text("\n".join([*lines, '{"kind": "train", "loss": 5.5}']) + "\n")
+    with pytest.raises(DataError, match="step=null is not"):
+        audited(run, honest)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["train"] |= {"batch_rows": None, "batch_tokens": None}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    (run / METRICS).write_text("\n".join(lines) + "\n")
+    facts(step=0)(run)
+    with pytest.raises(DataError, match=r"train\.batch_rows=null"):
         audited(run, honest)
 
 

@@ -248,6 +248,19 @@ def test_step_times_are_measured_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(taken) == 3
 
 
+def test_rows_of_a_seed_that_one_arm_has(tmp_path: Path) -> None:
+    """Caught: a run without a counterpart whose rows decide whether the baseline's further budgets count."""
+    planted = Planted(n_rows=16, of_row=0.02, n_seeds=2)
+    runs = write_study(tmp_path / "runs", planted)
+    left_out = ("ngpt-204800-lr0.004-seed0", "ngpt-1638400-lr0.004-seed0", "ngpt-1638400-lr0.004-seed1")
+    runs = [run for run in runs if run.name not in left_out]
+    (alone,) = (tmp_path / "runs/gpt-204800-lr0.004-seed0/evals").glob("*.npz")
+    alone.unlink()
+    assert main(["compare", *map(str, runs), f"compare.out={tmp_path / 'report'}"]) == 0
+    report = json.loads((tmp_path / "report/report.json").read_text())
+    assert not [note for note in report["notes"] if "further budgets" in note], report["notes"]
+
+
 def test_a_baseline_with_more_budgets(tmp_path: Path) -> None:
     """Caught: a fit without the baseline's budgets beyond the arm's, which is a line then; an untuned budget of the
     baseline in the fit."""

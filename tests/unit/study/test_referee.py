@@ -119,6 +119,17 @@ def test_identical_arms_do_not_differ(tmp_path: Path) -> None:
     assert examine(arms(tmp_path, GPT, GPT)) == []
 
 
+def test_seeds_are_known_by_the_names_of_directories(tmp_path: Path) -> None:
+    """In configs without run.seed. Caught: rows of two seeds that are compared as those of one."""
+    config = {key: value for key, value in GPT.items() if key != "run.seed"}
+    found = {
+        arm: [plant(tmp_path / f"{arm}-seed{seed}", config, order=(f"of {seed}",) * 2) for seed in (0, 1)]
+        for arm in ("first", "second")
+    }
+    assert [run.seed for run in found["first"]] == [0, 1]
+    assert examine(found) == []
+
+
 def test_without_names_the_architecture_is_the_question(tmp_path: Path) -> None:
     """Caught: tied embeddings beside another architecture as its option; an option of its own as a confound."""
     other = NGPT | {"model.tied_embeddings": True, "model.update": "slerp"}
