@@ -331,7 +331,14 @@ def test_the_example_of_a_checkpoint_is_the_newest_run(tmp_path: Path, capsys: p
         (["train", "--config-dir"], ["--config-dir DIR"]),
     ],
 )
-def test_verb_and_options(arguments: list[str], says: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_verb_and_options(
+    arguments: list[str],
+    says: list[str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)  # without runs, one of which a message would name
     assert main(arguments) == 2
     message = capsys.readouterr().err
     for text in says:
