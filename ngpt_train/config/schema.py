@@ -16,18 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 from ngpt_train.config.keys import AUTO, Conflict, name_of
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.config.sections.analysis import AnalyzeConfig, ProbeConfig
 from ngpt_train.config.sections.data import DataConfig, TokenizerConfig
-from ngpt_train.config.sections.evaluation import EvalConfig, EvaluateConfig
-from ngpt_train.config.sections.exchange import ExportConfig, ImportConfig
-from ngpt_train.config.sections.generation import GenerateConfig
 from ngpt_train.config.sections.optim import OptimConfig, ScheduleConfig
-from ngpt_train.config.sections.parallel import ParallelConfig
-from ngpt_train.config.sections.planning import DoctorConfig, PlanConfig
-from ngpt_train.config.sections.records import CheckpointConfig, GuardsConfig, LoggingConfig
-from ngpt_train.config.sections.run import RunConfig, ScaleConfig
+from ngpt_train.config.sections.records import CheckpointConfig, EvalConfig, GuardsConfig, LoggingConfig
 from ngpt_train.config.sections.studies import AuditConfig, CompareConfig, StudyConfig, TransferConfig
-from ngpt_train.config.sections.training import KernelsConfig, TrainConfig
+from ngpt_train.config.sections.training import KernelsConfig, ParallelConfig, RunConfig, ScaleConfig, TrainConfig
+from ngpt_train.config.sections.verbs import (
+    AnalyzeConfig,
+    DoctorConfig,
+    EvaluateConfig,
+    ExportConfig,
+    GenerateConfig,
+    ImportConfig,
+    PlanConfig,
+    ProbeConfig,
+)
 from ngpt_train.config.validate import Key, Origin, report_together
 
 _KEYS: dict[type[ModelConfig], dict[str, Key]] = {}  # of schema_keys

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ngpt_train.config.sections.exchange import ExportConfig
+from ngpt_train.config.sections.verbs import ExportConfig
 from ngpt_train.config.stored import write_yaml
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import sync, write_json

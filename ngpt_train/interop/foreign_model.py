@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ngpt_train.config.architectures import architectures
-from ngpt_train.config.composition.compose import load_config
+from ngpt_train.config.compose import load_config
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config, TokenizerConfig, build, schema_keys
 from ngpt_train.config.stored import read_yaml

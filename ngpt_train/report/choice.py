@@ -9,7 +9,7 @@ import torch
 
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
-from ngpt_train.config.sections.planning import CARDS
+from ngpt_train.config.sections.verbs import CARDS
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.distributed.layouts import resolve_compile, resolve_kind, resolve_precision, resolve_shard
 from ngpt_train.models.decoder import Decoder

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ngpt_train.config.model_keys import KINDS
 from ngpt_train.config.schema import Config
-from ngpt_train.config.sections.starts import KINDS
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.log import saying_nothing
 from ngpt_train.core.secrets import redacted

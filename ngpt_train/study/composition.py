@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from ngpt_train.config.composition.compose import load_config
+from ngpt_train.config.compose import load_config
 from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import mistake, show
 from ngpt_train.core.errors import ConfigError

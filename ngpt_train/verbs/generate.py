@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from ngpt_train.config.schema import Config
-from ngpt_train.config.sections.generation import GenerateConfig
+from ngpt_train.config.sections.verbs import GenerateConfig
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.core.files import write_atomically
 from ngpt_train.core.log import saying_nothing

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ngpt_train.config.arguments import is_of_study
-from ngpt_train.config.composition.compose import load_config
+from ngpt_train.config.compose import load_config
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.studies import StudyConfig, TransferConfig
 from ngpt_train.config.validate import mistake

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ngpt_train.config.sections.generation import GenerateConfig
+from ngpt_train.config.sections.verbs import GenerateConfig
 
 
 def restricted(logits: Tensor, read: Sequence[int], n_new: int, config: GenerateConfig, eos: int) -> Tensor:

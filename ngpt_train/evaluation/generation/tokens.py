@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ngpt_train.config.sections.generation import GenerateConfig
+from ngpt_train.config.sections.verbs import GenerateConfig
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.evaluation.generation.sampling import restricted, sample
 from ngpt_train.models.decoder import Decoder

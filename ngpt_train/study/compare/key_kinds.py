@@ -9,11 +9,10 @@ from functools import cache
 from typing import Any
 
 from ngpt_train.config.architectures import all_keys, architectures
-from ngpt_train.config.composition.compose import load_config
+from ngpt_train.config.compose import load_config
 from ngpt_train.config.keys import AUTO, TABLES
-from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.config.model_keys import KINDS, ModelConfig
 from ngpt_train.config.schema import schema_keys
-from ngpt_train.config.sections.starts import KINDS
 from ngpt_train.config.stored import to_dict
 from ngpt_train.config.validate import flatten
 from ngpt_train.core.errors import ConfigError

@@ -13,7 +13,7 @@ from ngpt_train.analysis.measures.of_run import Curve, NoMeaning, OfRun, by_laye
 from ngpt_train.analysis.paper_figures import measure
 from ngpt_train.analysis.run_contents import in_use_of, weights_of
 from ngpt_train.config import load_config
-from ngpt_train.config.sections.analysis import FIGURES, LIVE_FIGURES
+from ngpt_train.config.sections.verbs import FIGURES, LIVE_FIGURES
 from ngpt_train.models import build_model, export_weights
 
 SMALL = ["scale=debug", "tokenizer=bytes", "model.vocab_size=67", "model.d_model=16", "model.n_heads=4"]

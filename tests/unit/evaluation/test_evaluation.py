@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ngpt_train.config.sections.generation import GenerateConfig
+from ngpt_train.config.sections.verbs import GenerateConfig
 from ngpt_train.data import Tokens
 from ngpt_train.data.rows import NextToken, RowFormat
 from ngpt_train.distributed.world import World

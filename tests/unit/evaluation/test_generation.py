@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngpt_train.config.sections.generation import GenerateConfig
+from ngpt_train.config.sections.verbs import GenerateConfig
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer
 from ngpt_train.data.tokenizers.words import WordsTokenizer

@@ -10,7 +10,7 @@ import torch
 from lm_eval.api.instance import Instance
 
 from ngpt_train.config import load_config
-from ngpt_train.config.sections.exchange import ExportConfig
+from ngpt_train.config.sections.verbs import ExportConfig
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from ngpt_train.distributed.world import World

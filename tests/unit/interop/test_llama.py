@@ -194,7 +194,7 @@ def test_layouts(config: Any, auto: str | None, named: str, message: str) -> Non
 
 def test_names_of_layouts() -> None:
     """Caught: a layout that export.layout does not offer."""
-    from ngpt_train.config.sections.exchange import LAYOUTS as OFFERED
+    from ngpt_train.config.sections.verbs import LAYOUTS as OFFERED
     from ngpt_train.interop.layouts.layout import LAYOUTS
 
     assert tuple(LAYOUTS) == OFFERED

@@ -7,8 +7,7 @@ import pytest
 import yaml
 
 from ngpt_train.config import Config, ConfigError, check_resume, list_experiments, load_config, read_yaml, write_yaml
-from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.config.sections.starts import KINDS
+from ngpt_train.config.model_keys import KINDS, ModelConfig
 from ngpt_train.config.stored import with_first_values
 from ngpt_train.models import build_model, export_weights
 from ngpt_train.models.initialisation import by_path, standard_deviations

@@ -8,7 +8,7 @@ import pytest
 from ngpt_train.__main__ import main
 from ngpt_train.config import ConfigError, load_config
 from ngpt_train.config.arguments import arguments_of
-from ngpt_train.config.composition.yaml_files import Files
+from ngpt_train.config.yaml_files import Files
 from ngpt_train.core.errors import DataError
 from ngpt_train.study.composition import Runs
 from ngpt_train.study.definition import Tuned, read_study

@@ -10,10 +10,10 @@ import pytest
 
 from ngpt_train.__main__ import main
 from ngpt_train.config import ConfigError, load_config, lr_table, to_dict
-from ngpt_train.config.composition.yaml_files import parse
 from ngpt_train.config.keys import TABLES
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.validate import flatten
+from ngpt_train.config.yaml_files import parse
 from ngpt_train.study.cost import ArmSize
 from ngpt_train.study.definition import Study, Tuned
 from ngpt_train.study.definition_file import read_stored, write_study

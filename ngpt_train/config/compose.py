@@ -18,12 +18,12 @@ from functools import cache, lru_cache
 from typing import Any, cast
 
 from ngpt_train.config.architectures import architectures
-from ngpt_train.config.composition.overrides import Overrides, parse
-from ngpt_train.config.composition.yaml_files import GROUPS, PRIMARY, SCHEMA_GROUP, Files
 from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.config.overrides import Overrides, parse
 from ngpt_train.config.schema import Config, build, check, schema_keys
 from ngpt_train.config.stored import check_allowed
 from ngpt_train.config.validate import Key, Origin, check_leaf, flatten, is_interpolation, mistake, nested, show
+from ngpt_train.config.yaml_files import GROUPS, PRIMARY, SCHEMA_GROUP, Files
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.core.secrets import note_variables, without_variables
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.config.architectures import all_keys, architectures, plugins
-from ngpt_train.config.composition.overrides import Overrides, check_option, parse_row
 from ngpt_train.config.keys import AUTO
+from ngpt_train.config.overrides import Overrides, check_option, parse_row
 from ngpt_train.config.validate import Key, check_leaves, did_you_mean, flatten, mistake, nearest, nested, show
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.core.files import read_yaml_text
@@ -65,7 +65,7 @@ Said = tuple[str, dict[str, Any]]  # a place, to be named in messages, and what 
 
 def config_dir() -> Path:
     """Directory of the packaged YAML files: inside the package in a wheel, beside it in a checkout."""
-    package = Path(__file__).resolve().parents[2]
+    package = Path(__file__).resolve().parents[1]
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ngpt_train.config.architectures import architectures
-from ngpt_train.config.composition.compose import compose
-from ngpt_train.config.composition.yaml_files import GROUPS
+from ngpt_train.config.compose import compose
 from ngpt_train.config.schema import schema_keys
 from ngpt_train.config.stored import redact, to_dict
 from ngpt_train.config.validate import Key, flatten, show
+from ngpt_train.config.yaml_files import GROUPS
 
 _WIDTH = 100
 
