@@ -56,7 +56,7 @@ def key(default: Any, doc: str, named: str | None = None, table: Table | None = 
     empty sentence."""
     if not doc.strip():
         raise ValueError("a key without a sentence")
-    metadata = {"doc": doc, **({"named": named} if named else {}), **({"table": table} if table else {}), **limits}
+    metadata = {"doc": doc, "named": named, "table": table, **limits}
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -64,13 +64,14 @@ def key(default: Any, doc: str, named: str | None = None, table: Table | None = 
 
 def name_of(field: Field[Any]) -> str:
     """The name of the key that a field of the schema holds."""
-    return field.metadata.get("named", field.name)
+    return field.metadata.get("named") or field.name
 
 
 class VerbKeys:
     """The keys of a verb."""
 
     verb: ClassVar[str]
+    may_change: ClassVar = True
 
     def refused(self, config: Config) -> Iterator[Conflict]:
         """Keys that the verb lacks, and keys that exclude each other."""

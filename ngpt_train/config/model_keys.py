@@ -121,6 +121,8 @@ class LrFactors(NamedTuple):
 class ModelConfig:
     """The keys of every architecture. Subclasses add their own."""
 
+    may_change: ClassVar = ("init_table",)
+
     name: str = key("gpt", "Architecture, chosen with model=NAME.")
     d_model: int = key(128, "Width of the residual stream.", minimum=1, maximum=1_000_000)
     n_layers: int = key(4, "Number of blocks.", minimum=1, maximum=10_000)

@@ -49,6 +49,7 @@ class Key:
     below: float | None = None
     items: type = float  # of a list: int, float or str
     table: Table | None = None
+    may_change: bool = False  # on a resume
 
     @property
     def is_free_text(self) -> bool:

@@ -18,7 +18,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, ClassVar, Union
 
 from ngpt_train.config.keys import AUTO, COUNT_OR_0, Conflict, FloatOrAuto, IntOrAuto, Table, key
 from ngpt_train.config.validate import Origin, keep_later, mistake
@@ -154,6 +154,8 @@ def _is_positive(value: Any) -> bool:
 class OptimConfig:
     """The optimizer. The recipe of the architecture sets these."""
 
+    may_change: ClassVar = ("lr_table", "lr_source")
+
     name: str = key("adamw", "Optimizer; adam never decays.", choices=("adam", "adamw"))
     lr: FloatOrAuto = key(
         AUTO, "Peak learning rate; auto looks up lr_table by scale, context and budget.", above=0, maximum=1000
@@ -231,6 +233,8 @@ class OptimConfig:
 @dataclass
 class ScheduleConfig:
     """Learning rate as a function of the step."""
+
+    may_change: ClassVar = ("warmup_tokens",)  # the steps that it stands for are compared
 
     kind: str = key(
         "cosine",

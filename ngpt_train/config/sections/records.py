@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, ClassVar, Union
 
 from ngpt_train.config.keys import AUTO, COUNT, COUNT_OR_0, ROWS, SECONDS, BoolOrAuto, Conflict, key
 from ngpt_train.config.validate import Origin, keep_later, report_together
@@ -22,6 +22,8 @@ OLDEST_HARNESS = (0, 4, 12)  # version of lm-evaluation-harness
 @dataclass
 class EvalConfig:
     """Validation during training."""
+
+    may_change: ClassVar = True
 
     every: int = key(500, "Steps between validations; 0 validates at the start and at the end only.", **COUNT_OR_0)
     rows: Union[int, None] = key(
@@ -103,6 +105,8 @@ def check_contexts(config: Config) -> None:
 @dataclass
 class CheckpointConfig:
     """Checkpoints: when they are written, and how long they are kept. The last step is always saved."""
+
+    may_change: ClassVar = True
 
     every: int = key(1000, "Steps between checkpoints; 0 saves at the end only.", **COUNT_OR_0)
     keep_last: int = key(2, "Newest checkpoints that are kept.", **COUNT)
@@ -198,6 +202,8 @@ class WandbConfig:
 @dataclass
 class LoggingConfig:
     """Records that are written while training."""
+
+    may_change: ClassVar = True
 
     every: int = key(10, "Steps between lines of metrics.jsonl and of the console.", **COUNT)
     telemetry: int = key(

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, ClassVar, Union
 
 from ngpt_train.config.keys import (
     AUTO,
@@ -35,6 +35,11 @@ _NAME = re.compile(f"{_PART}(/{_PART})?")
 @dataclass
 class RunConfig:
     """Identity of a run: where it lives, how it starts and when it ends."""
+
+    may_change: ClassVar = (
+        *("name", "root", "resume", "resume_step", "overwrite", "allow_change", "max_time"),
+        "init_from",  # counts at step 0 alone
+    )
 
     name: str = key(
         AUTO,
@@ -87,12 +92,19 @@ class RunConfig:
 class ScaleConfig:
     """Name of the size; the numbers it stands for are filled into model.* and train.*."""
 
+    may_change: ClassVar = True
+
     name: str = key("tiny", "Name of the size, chosen with scale=NAME; part of the run's name and key of the lr table.")
 
 
 @dataclass
 class TrainConfig:
     """How long, how many tokens at once, and in which arithmetic."""
+
+    may_change: ClassVar = (
+        *("stop_at", "profile", "micro_rows", "device", "compile", "cuda_graphs"),
+        *("deterministic", "activation_checkpointing"),
+    )
 
     steps: int = key(500, "Optimizer steps of the whole schedule.", **COUNT)
     stop_at: Union[int, None] = key(None, "Stop after this step without changing the schedule.", **COUNT)
@@ -195,6 +207,8 @@ class TrainConfig:
 class KernelsConfig:
     """Which implementation of the fused operations the models use."""
 
+    may_change: ClassVar = True
+
     kind: str = key(
         AUTO,
         "torch: plain PyTorch, the reference; triton: kernels for GPUs since Ampere; auto: triton where it runs.",
@@ -219,6 +233,8 @@ class KernelsConfig:
 @dataclass
 class ParallelConfig:
     """How the processes of torchrun share the work."""
+
+    may_change: ClassVar = True
 
     kind: str = key(
         AUTO,

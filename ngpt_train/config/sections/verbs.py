@@ -346,7 +346,7 @@ class ImportConfig(VerbKeys):
 
 
 @dataclass
-class PlanConfig:
+class PlanConfig(VerbKeys):
     """Size, memory and time of a run without running it (`plan`)."""
 
     world_size: int = key(1, "Ranks that the run is planned for.", minimum=1, maximum=10_000_000)
@@ -364,7 +364,7 @@ class PlanConfig:
 
 
 @dataclass
-class DoctorConfig:
+class DoctorConfig(VerbKeys):
     """Whether a training run would work here (`doctor`, with the overrides of `train`)."""
 
     out: Union[str, None] = key(None, "JSON file for what was found, without secrets; null prints only.")
