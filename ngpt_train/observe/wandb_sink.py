@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.config.sections.records import WandbConfig
-from ngpt_train.core.constants import ALARM
+from ngpt_train.core.recorded import ALARM, Sink
 from ngpt_train.core.secrets import redacted
-from ngpt_train.core.sink import Sink
 
 PROJECT = "ngpt-train"
 OFFLINE_START_SECONDS = 30.0  # without the network, only a broken installation or disk takes this long

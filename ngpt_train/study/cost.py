@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
-from ngpt_train.core.processes import end_with_parent
+from ngpt_train.core.launcher import end_with_parent
 from ngpt_train.observe.console import format_count
 from ngpt_train.study.composition import Runs
 from ngpt_train.study.definition import LR, Study

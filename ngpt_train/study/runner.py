@@ -15,8 +15,7 @@ from typing import Protocol
 from ngpt_train.config.stored import read_yaml
 from ngpt_train.config.validate import show
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.core.files import write_json
-from ngpt_train.core.lock import DirectoryLock
+from ngpt_train.core.files import DirectoryLock, write_json
 from ngpt_train.study import sharing
 from ngpt_train.study.composition import Runs
 from ngpt_train.study.definition import Study

@@ -20,8 +20,7 @@ from ngpt_train.config.stored import read_yaml
 from ngpt_train.config.validate import mistake
 from ngpt_train.core.checkout import git_commit
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.core.files import check_kinds, write_json
-from ngpt_train.core.lock import DirectoryLock
+from ngpt_train.core.files import DirectoryLock, check_kinds, write_json
 from ngpt_train.distributed.world import resolve_device
 from ngpt_train.evaluation.trust import taken
 from ngpt_train.study.audit.auditing import audit

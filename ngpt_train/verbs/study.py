@@ -9,7 +9,7 @@ from pathlib import Path
 from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import did_you_mean, mistake, nearest
 from ngpt_train.core.errors import ConfigError
-from ngpt_train.core.lock import DirectoryLock
+from ngpt_train.core.files import DirectoryLock
 from ngpt_train.study.compare.comparison import check_out
 from ngpt_train.study.composition import Runs, check_text
 from ngpt_train.study.cost import costs, measure, table

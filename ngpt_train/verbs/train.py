@@ -16,7 +16,7 @@ from ngpt_train.config.stored import read_yaml, with_first_values
 from ngpt_train.core.errors import DataError, is_told_here, same_on_host
 from ngpt_train.core.files import read_json
 from ngpt_train.core.launcher import end_with_launcher
-from ngpt_train.core.sink import Sink
+from ngpt_train.core.recorded import Sink
 from ngpt_train.data import open_dataset
 from ngpt_train.data.dataset import Dataset
 from ngpt_train.data.loader import TrainLoader, reader_of

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from ngpt_train.config.keys import AUTO
 from ngpt_train.core.errors import DataError
-from ngpt_train.core.processes import end_with_parent
+from ngpt_train.core.launcher import end_with_parent
 from ngpt_train.data.sources.source import Counts, Shard, ShardSource, halves, place_of
 from ngpt_train.data.tokenizers.tokenizer import Ids, Tokenizer, with_eos
 

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ngpt_train.core.errors import DataError
-from ngpt_train.core.processes import end_with_parent
+from ngpt_train.core.launcher import end_with_parent
 from ngpt_train.data.position import Reader, Share
 from ngpt_train.data.rows import Batch, Cursor
 from ngpt_train.data.streamed.stream import Stream, Windows

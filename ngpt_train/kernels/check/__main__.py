@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ngpt_train.core.processes import die_with_parent
+from ngpt_train.core.launcher import die_with_parent
 from ngpt_train.kernels import attention, dispatch
 from ngpt_train.kernels.check.calls import Call
 from ngpt_train.kernels.check.cases import OF_ATTENTION, errors_of_call

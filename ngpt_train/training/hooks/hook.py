@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from ngpt_train.core.recorded import Record
-from ngpt_train.core.sink import Sink
+from ngpt_train.core.recorded import Record, Sink
 
 if TYPE_CHECKING:
     from ngpt_train.data.position import Position
