@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ngpt_train.config.arguments import check_file
+from ngpt_train.config.places import check_file
 from ngpt_train.core.checkout import git_commit
 from ngpt_train.core.files import write_json
 from ngpt_train.kernels.check import timing

@@ -1,18 +1,15 @@
-"""The arguments of a verb: which of them are directories, which are a study's, what the verb refuses, and where it must
-not write: over a run, over somebody's file, where no writing is allowed."""
+"""The arguments of a verb: which of them are directories, which are a study's, and what the verb refuses."""
 
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ngpt_train.config.keys import VerbKeys
+from ngpt_train.config.places import check_directory, check_file
 from ngpt_train.config.schema import Config, check
 from ngpt_train.config.validate import mistake, report_together
-from ngpt_train.core.errors import DataError
-from ngpt_train.core.files import read_json
 
 # The verbs that make the runs of a study, and what of their command line is for the study. All else is for its runs.
 STUDY_VERBS = ("study", "transfer")
@@ -98,67 +95,3 @@ def check_verb(config: Config, verb: str) -> None:
     is_file = verb not in (*WRITE_DIRECTORIES, *CHECK_THEMSELVES)
     if out and is_file and os.environ.get("RANK", "0") == "0":
         check_file(f"{verb}.out={out}", Path(out).expanduser())
-
-
-def check_directory(setting: str, path: Path) -> None:
-    """Raises ConfigError unless results can be written into the directory `path`, or it can be made, and it is not that
-    of a run. `setting`: KEY=VALUE of the command line."""
-    if path.exists() and not path.is_dir():
-        raise mistake(f"{setting}: is a file", "Name a directory")
-    if (path / "config.yaml").exists():
-        raise mistake(f"{setting}: is the directory of a run", "Name another directory")
-    there_is = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-    if not (there_is.is_dir() and os.access(there_is, os.W_OK)):
-        raise mistake(f"{setting}: {there_is} cannot be written", "Name another directory")
-
-
-def make_directory(setting: str, path: Path) -> None:
-    """Raises ConfigError where the directory `path` is not there and cannot be made."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise mistake(f"{setting}: cannot be made ({error.strerror})", "Name another directory") from None
-
-
-def check_file(setting: str, path: Path) -> None:
-    """Raises ConfigError unless a result in JSON can be written to `path`. `setting`: KEY=VALUE of the command line.
-
-    An earlier result there is replaced, but no file that is no JSON: that is somebody's text.
-    """
-    if path.is_dir():
-        raise mistake(f"{setting}: is a directory", "Name a file in it")
-    if not path.parent.is_dir():
-        raise mistake(f"{setting}: {path.parent} is not a directory", "Create it, or name another file")
-    try:
-        tempfile.TemporaryFile(dir=path.parent).close()
-        begins = path.read_bytes()[:1] if path.is_file() else b""
-    except OSError as error:
-        problem = f"{setting}: {path.parent} cannot be written ({error.strerror})"
-        raise mistake(problem, "Name a file where you may write") from None
-    if begins not in (b"", b"{", b"["):
-        raise mistake(f"{setting}: the file is there, and is no earlier result", "Remove it, or name another")
-
-
-def check_beside(setting: str, out: Path, names: Sequence[str]) -> None:
-    """Raises ConfigError where one of the files `names`, which are written beside the result `out`, is there already,
-    unless it is of the result that `out` holds now. `setting`: KEY=VALUE of the command line."""
-    try:
-        earlier = read_json(out)
-    except DataError:
-        earlier = {}
-    own = files_of(earlier, out.stem) if isinstance(earlier, dict) else set()
-    for name in names:
-        if name == out.name:
-            problem = f"{setting}: another file of the result takes this name"
-            raise mistake(problem, f"For example {setting.partition('=')[0]}={out.with_name('result.json')}")
-        beside = out.with_name(name)
-        if os.path.lexists(beside) and name not in own:
-            problem = f"{setting}: {beside} would be replaced, and it is of no earlier result in {out.name}"
-            raise mistake(problem, "Name another file, or remove that one")
-
-
-def files_of(result: Mapping[str, object], stem: str) -> set[str]:
-    """The files that `evaluate` has written beside `result`, whose name is `stem` and an ending."""
-    found = {"tasks": f"{stem}_items.jsonl", "curves": f"{stem}.png", "rows_hash": f"{stem}.npz"}
-    contexts = [key.removeprefix("rows_hash_ctx") for key in result if key.startswith("rows_hash_ctx")]
-    return {name for key, name in found.items() if key in result} | {f"{stem}_context_{n}.npz" for n in contexts}

@@ -15,7 +15,7 @@ from ngpt_train.analysis.output.analysis_numbers import as_json, write_json, wri
 from ngpt_train.analysis.output.measured_page import write_page, write_pictures
 from ngpt_train.analysis.paper_figures import FIGURES, Measured, chosen, measure
 from ngpt_train.analysis.run_contents import gathered, live_run, names_of
-from ngpt_train.config.arguments import make_directory
+from ngpt_train.config.places import make_directory
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.secrets import command_of, redacted

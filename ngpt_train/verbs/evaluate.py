@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config.arguments import check_beside
 from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.config.places import check_beside
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.records import check_contexts
 from ngpt_train.config.validate import mistake, show

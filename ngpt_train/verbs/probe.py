@@ -17,7 +17,7 @@ from ngpt_train.analysis.probe.probe_losses import report
 from ngpt_train.analysis.probe.probe_page import class_rows, sign, write_page
 from ngpt_train.analysis.probe.token_texts import pieces_of
 from ngpt_train.analysis.run_contents import names_of
-from ngpt_train.config.arguments import make_directory
+from ngpt_train.config.places import make_directory
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.data import mixture_of
 from ngpt_train.config.sections.records import check_contexts

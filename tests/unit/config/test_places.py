@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ngpt_train.__main__ import main
-from ngpt_train.config.arguments import check_beside
+from ngpt_train.config.places import check_beside
 from ngpt_train.core.errors import ConfigError
 
 
