@@ -1,5 +1,4 @@
-"""The command line: `group=option` and `key=value` arguments, and the sweeps of multirun. A table's row says the same
-in YAML."""
+"""The command line: `group=option` and `key=value` arguments, and the sweeps of multirun."""
 
 from __future__ import annotations
 
@@ -9,22 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ngpt_train.config.architectures import all_keys
-from ngpt_train.config.validate import (
-    INSTEAD,
-    NO_TENSOR_OR_CONTEXT,
-    Key,
-    did_you_mean,
-    flatten,
-    is_tensor_or_context,
-    mistake,
-    nearest,
-    show,
-    unknown_key,
-)
+from ngpt_train.config.validate import Key, check_name, mistake, show, unknown_key
 
-# A group whose options are lists of names, and the key that such a list fills: tasks=[a,b] is eval.tasks=[a,b], and
-# eval.tasks=NAME is tasks=NAME.
-_LISTS = {"tasks": "eval.tasks"}
 _SPACES = (" ", "\t", "\n")
 _MOST_CHARACTERS = 4096  # of a number, word or list; Hydra's grammar reads a few thousand in a second
 
@@ -54,7 +39,7 @@ def parse(arguments: Iterable[str], options: Mapping[str, Sequence[str]]) -> Ove
             fix = f"Write {name}={raw.strip()}, without spaces around the '='"
             raise mistake(f"{argument}: a space beside the '='", fix)
         value: Any = raw.strip() if name in options else raw
-        _check_name(name, value, options)
+        check_name(name, value, options, keys)
         if name in keys:
             value = _typed(keys[name], raw)
         said: dict[str, Any] = overrides.choices if name in options else overrides.values
@@ -63,27 +48,6 @@ def parse(arguments: Iterable[str], options: Mapping[str, Sequence[str]]) -> Ove
             fix = f"Keep one, or run both with -m {first},{raw}"
             raise mistake(f"{name}={raw}: given twice, first as {first}", fix)
         said[name], overrides.written[name] = value, raw
-    return overrides
-
-
-def parse_row(row: Any, options: Mapping[str, Sequence[str]], place: str) -> Overrides:
-    """The same for a row of a table of experiments, whose values YAML has typed."""
-    if not isinstance(row, Mapping):
-        fix = "For example {model: gpt, optim.lr: 1.0e-3}; a row that sets nothing is {}"
-        raise mistake(f"{show(row)}: a row is a mapping of groups to options and keys to values", fix, place=place)
-    overrides, keys = Overrides(), all_keys()
-    groups = {group: names for group, names in options.items() if group not in ("experiment", "study")}
-    for name, value in row.items():
-        name = str(name)
-        if isinstance(value, Mapping) and name not in keys:
-            fix = ", ".join(f"{key}: {show(inner)}" for key, inner in flatten({name: value}, keys))
-            problem = f"{name}={show(value)}: a section, but a row has full keys"
-            raise mistake(problem, f"Write {fix}" if fix else "Leave it out", place=place)
-        _check_name(name, show(value), groups, place)
-        if name in groups:
-            overrides.choices[name] = show(value)
-        else:
-            overrides.values[name] = value
     return overrides
 
 
@@ -117,49 +81,14 @@ def expand(arguments: Iterable[str]) -> list[list[str]]:
     return [list(job) for job in itertools.product(*axes)]
 
 
-def check_option(group: str, option: str, options: Sequence[str], place: str = "") -> None:
-    """Raises ConfigError unless `group` has `option`."""
-    if option in options:
-        return
-    if group == "parallel" and is_tensor_or_context(option):
-        raise mistake(f"parallel={option}: {NO_TENSOR_OR_CONTEXT}", INSTEAD, place=place)
-    table, _, row = option.rpartition("/")
-    rows, siblings = _below(option, options), _below(table, options)
-    known = f"{group} has the options {', '.join(folded(options))}"
-    if group in _LISTS:
-        known += f"\n  Tasks themselves are a list: {group}=[{option}]"
-    if "," in option or option.startswith(("[", "{")):
-        problem = f"a group takes one option; to run several one after the other write -m {group}=a,b"
-    elif rows:
-        problem = f"several; choose one, for example {group}={option}/{rows[0]}"
-        known = f"{option} has {', '.join(folded(rows))}"
-    elif siblings:
-        problem = f"{table} has no {row}{did_you_mean(nearest(row, siblings))}"
-        known = f"{table} has {', '.join(folded(siblings))}"
-    else:
-        near = nearest(option, dict.fromkeys([*options, *folded(options)]))
-        problem = f"no such option{did_you_mean(near)}"
-        if group == "model" and not near and option.isidentifier() and option != "null":
-            known += f"\n  The folder of an architecture from outside is named each time: --plugin .../{option}"
-    raise mistake(f"{group}={option}: {problem}", known, place=place)
-
-
-def _below(table: str, options: Iterable[str]) -> list[str]:
-    return [option.removeprefix(f"{table}/") for option in options if option.startswith(f"{table}/")]
-
-
-def folded(options: Iterable[str]) -> list[str]:
-    """The options, those of one table as `table/...`."""
-    return list(dict.fromkeys(f"{name.rpartition('/')[0]}/..." if "/" in name else name for name in options))
-
-
 def _split(argument: str, groups: Mapping[str, Sequence[str]]) -> tuple[str, str]:
     name, equals, raw = argument.partition("=")
     name = name.strip()
-    if name in _LISTS and raw.strip().startswith("["):
-        name = _LISTS[name]
-    elif (group := next((g for g, k in _LISTS.items() if k == name), None)) and raw in groups.get(group, ()):
-        name = group
+    # The options of this group are lists: tasks=[a,b] is eval.tasks=[a,b], and eval.tasks=NAME is tasks=NAME.
+    if name == "tasks" and raw.strip().startswith("["):
+        name = "eval.tasks"
+    elif name == "eval.tasks" and raw in groups["tasks"]:
+        name = "tasks"
     # Python hands on what a terminal sends in another encoding as halves of surrogate pairs.
     if any("\ud800" <= letter <= "\udfff" for letter in argument):
         raise mistake(f"{argument!a}: not UTF-8", "Set the terminal to UTF-8, or leave the broken bytes out")
@@ -181,17 +110,6 @@ def _split(argument: str, groups: Mapping[str, Sequence[str]]) -> tuple[str, str
     if not name:
         raise mistake(f"{argument}: nothing before the '='", f"Write KEY={raw.strip()}, without spaces around the '='")
     return name, raw
-
-
-def _check_name(name: str, value: str, options: Mapping[str, Sequence[str]], place: str = "") -> None:
-    """Raises ConfigError unless `name` is a group that has the option `value`, or a key that can be set here."""
-    keys = all_keys()
-    if name in options:
-        check_option(name, value, options[name], place)
-    elif instead := [k.table.instead for k in keys.values() if k.table and f"{name}.".startswith(f"{k.name}.")]:
-        raise mistake(f"{name}={value}: a table cannot be set here", *instead, place=place)
-    elif name not in keys:
-        raise unknown_key(name, value, keys, list(options), place)
 
 
 def _typed(key: Key, raw: str) -> Any:

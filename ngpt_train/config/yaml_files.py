@@ -16,12 +16,22 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ngpt_train.config.architectures import all_keys, architectures, plugins
 from ngpt_train.config.keys import AUTO
-from ngpt_train.config.overrides import Overrides, check_option, parse_row
-from ngpt_train.config.validate import Key, check_leaves, did_you_mean, flatten, mistake, nearest, nested, show
+from ngpt_train.config.validate import (
+    Key,
+    check_leaves,
+    check_name,
+    check_option,
+    did_you_mean,
+    flatten,
+    mistake,
+    nearest,
+    nested,
+    show,
+)
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.core.files import read_yaml_text
 
@@ -98,6 +108,13 @@ class Option:
         lines = self.path.read_text(encoding="utf-8").splitlines() if self.path else []
         header = takewhile(re.compile(r"\s*(#+\s*@|$)").match, lines)
         return next((said[1] for line in header if (said := re.search(r"@package +(\S+)\s*$", line))), None)
+
+
+class Row(NamedTuple):
+    """A row of a table: options of groups, values of keys."""
+
+    choices: dict[str, str]
+    values: dict[str, Any]
 
 
 class Files:
@@ -219,7 +236,7 @@ class Files:
             names += [f"{name}/{row}" for row in (_row_names(path) if path and path.is_file() else [])] or [name]
         return list(dict.fromkeys(names))
 
-    def _row(self, option: Option) -> Overrides:
+    def _row(self, option: Option) -> Row:
         return parse_row(option.tree()["rows"][option.row], self.options, f"{option.place}, row {option.row}")
 
     def _file(self, config_path: str) -> Path | None:
@@ -288,6 +305,28 @@ def _dotted(tree: Mapping[Any, Any], keys: Mapping[str, Key], section: str) -> I
 def _without_header(option: Option) -> ConfigError:
     fix = f"Files of {option.group}/ need it: their keys are full names"
     return mistake(f"{option.path}: the first line is not '{_HEADER}'", fix)
+
+
+def parse_row(row: Any, options: Mapping[str, Sequence[str]], place: str) -> Row:
+    """What a row says. options: of each group. Raises ConfigError for a name that is neither group nor key; the values
+    are not yet checked."""
+    if not isinstance(row, Mapping):
+        fix = "For example {model: gpt, optim.lr: 1.0e-3}; a row that sets nothing is {}"
+        raise mistake(f"{show(row)}: a row is a mapping of groups to options and keys to values", fix, place=place)
+    said, keys = Row({}, {}), all_keys()
+    groups = {group: names for group, names in options.items() if group not in ("experiment", "study")}
+    for name, value in row.items():
+        name = str(name)
+        if isinstance(value, Mapping) and name not in keys:
+            fix = ", ".join(f"{key}: {show(inner)}" for key, inner in flatten({name: value}, keys))
+            problem = f"{name}={show(value)}: a section, but a row has full keys"
+            raise mistake(problem, f"Write {fix}" if fix else "Leave it out", place=place)
+        check_name(name, show(value), groups, keys, place)
+        if name in groups:
+            said.choices[name] = show(value)
+        else:
+            said.values[name] = value
+    return said
 
 
 def read_mapping(path: Path) -> Mapping[Any, Any]:

@@ -14,10 +14,9 @@ from typing import Any
 
 from ngpt_train.config.architectures import all_keys
 from ngpt_train.config.arguments import is_of_study
-from ngpt_train.config.overrides import parse_row
 from ngpt_train.config.sections.studies import StudyConfig
 from ngpt_train.config.validate import check_leaf, did_you_mean, mistake, nearest, show
-from ngpt_train.config.yaml_files import Files
+from ngpt_train.config.yaml_files import Files, parse_row
 from ngpt_train.core.secrets import command_of
 
 Value = float | int | str | bool | None  # of a tuned key
