@@ -12,7 +12,7 @@ import pytest
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from ngpt_train.config import ConfigError, check, config_dir, list_experiments, load_config
+from ngpt_train.config import ConfigError, config_dir, list_experiments, load_config
 from ngpt_train.config.architectures import architectures
 from ngpt_train.config.compose import compose
 from ngpt_train.config.help import help_text
@@ -360,13 +360,6 @@ def test_own_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert f"{directory}/model/gpt.yaml is not used" in warning
     assert "rename" in warning
     assert "wide" not in warning
-
-
-def test_check_with_another_world_size() -> None:
-    config = load_config(["train.batch_rows=12"])
-    check(config, world_size=4)
-    with pytest.raises(ConfigError, match=r"train\.batch_rows=12: .*8 ranks"):
-        check(config, world_size=8)
 
 
 def test_sweep_is_the_product_of_its_values() -> None:
