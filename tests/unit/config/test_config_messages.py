@@ -146,42 +146,50 @@ VERBS: dict[str | tuple[str, ...], str] = {
     "probe probe.checkpoint=[runs/a]": "did you mean probe.checkpoints",
 }
 
-# A file below the user's directory, its content, then what the message must say beside the file's path.
-FILES: list[tuple[str, str, list[str]]] = [
-    ("model/my", "defaults: [gpt]\nqk_nrom: true\n", ["model.qk_nrom=true", "model.qk_norm"]),
-    ("model/my", "d_model: 96\n", ["architecture", "- ngpt"]),
-    ("model/my", "defaults: [ngpt]\nmodel:\n  d_model: 96\n", ["model.model.d_model=96", "d_model", "@package"]),
-    ("model/my", "defaults: [my]\nd_model: 96\n", ["model=my: builds upon itself: my -> my", "Take my out"]),
-    ("model/my", "defaults: ngpt\n", ["defaults=ngpt", "not a list"]),
-    ("model/my", "defaults: [ngpt]\n_target_: os.system\n", ["model._target_=os.system", "no such key"]),
-    ("model/my", "defaults: [ngpt]\nd_model: 128\nn_heads: 5\n", ["model.n_heads=5", "4 or 8"]),
-    ("scale/my", "train:\n  steps: 5\n", ["# @package _global_"]),
-    ("scale/my", "# @package _global_\ntrain:\n  steps: ten\n", ["train.steps=ten", "an integer >= 1"]),
-    ("recipe/my", f"# @package _global_\noptim: {{lr: {5000 * '9'}}}\n", ["cannot be read as YAML"]),
-    ("scale/my", "# @package _global_\nrun:\n  root: ???\n", ["run.root=???", "??? stands for no value"]),
-    ("scale/my", "# @package _global_\nrun: ???\n", ["run=???", "a section"]),
-    ("experiment/my", "# @package _global_\ntrain.steps: 3\n", ["train.steps: only", "Write train: {steps: 3}"]),
-    ("model/my", "defaults: [ngpt]\nmodel.d_model: 96\n", ["model.d_model: only", "Write d_model: 96"]),
-    (
-        "scale/my",
-        "# @package _global_\nlogging:\n  wandb.mode: offline\n",
-        ["logging.wandb.mode: only", "Write logging: {wandb: {mode: offline}}"],
-    ),
-    ("scale/my", "# @package _global_\ntrain:\n\tsteps: 5\n", ["line 3", "not valid YAML"]),
-    ("scale/my", "# @package _global_\ntrain:\n  steps: 5\n  steps: 6\n", ["line 4", "duplicate key steps"]),
-    ("scale/my", "- a\n- b\n", ["a list", "mapping"]),
-    ("recipe/my", "# @package _global_\noptim:\n  lr_table: {tiny: {256: fast}}\n", ["optim.lr_table", "fast"]),
-    ("logging/my", "wandb:\n  mode: off\n", ["logging.wandb.mode=false", "offline"]),
-    ("experiment/my", "# @package _global_\ndefaults:\n  - override /modl: gpt\n", ["modl", "did you mean model"]),
-    ("experiment/my", "# @package _global_\ndefaults:\n  - override /model: gtp\n", ["model=gtp", "mean gpt"]),
-    ("experiment/my", "# @package _global_\ndefaults:\n  - /model: gpt\n", ["model=gpt", "override /model: gpt"]),
-    ("experiment/my", "# @package _global_\nrun:\n  root: ${nope}\n", ["run.root=${nope}", "'nope' not found"]),
-    ("experiment/my", "", ["# @package _global_"]),
-    (
-        "experiment/my",
-        "# @package _global_\ntrain:\n  batch_rows: 8\n  batch_tokens: 2048\n",
-        ["train.batch_rows=8", "train.batch_tokens=2048"],
-    ),
+# An option, the content of its file below the user's directory, and the parts of the message beside the file's path.
+# The files of scale/, recipe/ and experiment/ begin with HEADER.
+HEADER = "# @package _global_\n"
+FILES: list[tuple[str, str, str]] = [
+    ("model=my", "defaults: [gpt]\nqk_nrom: true\n", "model.qk_nrom=true | model.qk_norm"),
+    ("model=my", "d_model: 96\n", "architecture | - ngpt"),
+    ("model=my", "defaults: [ngpt]\nmodel:\n  d_model: 96\n", "model.model.d_model=96 | d_model | @package"),
+    ("model=my", "defaults: [my]\nd_model: 96\n", "model=my: builds upon itself: my -> my | Take my out"),
+    ("model=my", "defaults: ngpt\n", "defaults=ngpt | not a list"),
+    ("model=my", "defaults: [ngpt]\n_target_: os.system\n", "model._target_=os.system | no such key"),
+    ("model=my", "defaults: [ngpt]\nd_model: 128\nn_heads: 5\n", "model.n_heads=5 | 4 or 8"),
+    ("scale=my", "train:\n  steps: ten\n", "train.steps=ten | an integer >= 1"),
+    ("recipe=my", f"optim: {{lr: {5000 * '9'}}}\n", "cannot be read as YAML"),
+    ("scale=my", "run:\n  root: ???\n", "run.root=??? | ??? stands for no value"),
+    ("scale=my", "run: ???\n", "run=??? | a section"),
+    ("experiment=my", "train.steps: 3\n", "train.steps: only | Write train: {steps: 3}"),
+    ("model=my", "defaults: [ngpt]\nmodel.d_model: 96\n", "model.d_model: only | Write d_model: 96"),
+    ("scale=my", "logging:\n  wandb.mode: offline\n", "Write logging: {wandb: {mode: offline}}"),
+    ("scale=my", "train:\n\tsteps: 5\n", "line 3 | not valid YAML"),
+    ("scale=my", "train:\n  steps: 5\n  steps: 6\n", "line 4 | duplicate key steps"),
+    ("recipe=my", "optim:\n  lr_table: {tiny: {256: fast}}\n", "optim.lr_table | fast"),
+    ("logging=my", "wandb:\n  mode: off\n", "logging.wandb.mode=false | offline"),
+    ("experiment=my", "defaults:\n  - override /modl: gpt\n", "modl | did you mean model"),
+    ("experiment=my", "defaults:\n  - override /model: gtp\n", "model=gtp | mean gpt"),
+    ("experiment=my", "defaults:\n  - /model: gpt\n", "model=gpt | override /model: gpt"),
+    ("experiment=my", "run:\n  root: ${nope}\n", "run.root=${nope} | 'nope' not found"),
+    ("experiment=my", "train: {batch_rows: 8, batch_tokens: 2048}\n", "train.batch_rows=8, train.batch_tokens=2048"),
+    ("scale=my", "- a\n- b\n", "a list | mapping"),
+    # Rows of a table.
+    ("experiment=my/a", "rows: {a: {train.step: 3}}\n", "train.step=3 | train.steps | row a"),
+    ("experiment=my/a", "rows: {a: {model: null}}\n", "model=null: no such option | row a"),
+    ("experiment=my/a", "rows: {a: {train.steps: '5'}}\n", "train.steps=5 | without quotes | row a"),
+    ("experiment=my/a", "rows: {a: {model: gpt, model.s_qk.init: 1}}\n", "model.s_qk.init=1: no such key | row a"),
+    ("experiment=my/a", "rows: {a: {model: {s_qk: {init: 2}}}}\n", "Write model.s_qk.init: 2 | row a"),
+    ("experiment=my/a", "rows: {a: {optim.lr_table: {tiny: {256: 1}}}}\n", "Set optim.lr | row a"),
+    ("experiment=my/a", "rows: {a: {experiment: quickstart}}\n", "experiment=quickstart | row a"),
+    ("experiment=my/a", "rows: {a: {run.root: '${nope}'}}\n", "run.root=${nope} | 'nope' not found | row a"),
+    ("experiment=my/a", "rows: {a: {schedule.warmup_steps: 500, train.steps: 3}}\n", "train.steps is set in"),
+    ("experiment=my/a", "rows: {a: 5}\n", "5: a row is a mapping | row a"),
+    ("experiment=my/a", "rows:\n  a: {}\n  a: {}\n", "duplicate key a"),
+    ("experiment=my/a", "rows:\n  a b: {}\n", "a b: not a name for a row"),
+    ("experiment=my/a", "rows:\n  [a, b]\n", "rows=[a,b]: not a mapping"),
+    ("experiment=my/a", "rows:\n  a: {train.steps: 3}\ntrain: 5\n", "train=5: train is a section"),
+    ("experiment=my/a", "rows:\n  a: {model: gpt}\ndefaults: model\n", "defaults=model: not a list"),
 ]
 
 
@@ -225,21 +233,43 @@ def test_verb_and_options(
         assert text in message
 
 
-@pytest.mark.parametrize(("name", "content", "says"), FILES)
-def test_yaml_file(
-    name: str,
-    content: str,
-    says: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    path = tmp_path / f"{name}.yaml"
+def written(choice: str, content: str, directory: Path) -> Path:
+    group, _, option = choice.partition("=")
+    path = directory / group / f"{option.partition('/')[0]}.yaml"
     path.parent.mkdir()
     path.write_text(content)
-    group, option = name.split("/")
-    message = message_of([f"{group}={option}", "--config-dir", str(tmp_path)], capsys)
-    for text in [*says, str(path)]:
+    return path
+
+
+@pytest.mark.parametrize(("choice", "content", "says"), FILES)
+def test_yaml_file(choice: str, content: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    header = HEADER if choice.startswith(("scale", "recipe", "experiment")) else ""
+    path = written(choice, header + content, tmp_path)
+    message = message_of([choice, "--config-dir", str(tmp_path)], capsys)
+    for text in [*says.split(" | "), str(path)]:
         assert text in message
+
+
+@pytest.mark.parametrize(
+    ("choice", "content"), [("scale=my", "train: {steps: 5}"), ("experiment=my/a", "rows: {a: {}}")]
+)
+def test_a_file_without_its_header(
+    choice: str, content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(choice, content, tmp_path)
+    message = message_of([choice, "--config-dir", str(tmp_path)], capsys)
+    assert f"{path}: the first line is not '# @package _global_'" in message
+
+
+def test_a_row_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written("experiment=t", f"{HEADER}rows:\n  a: {{}}\n  b: {{}}\n", tmp_path)
+    for choice, says in {
+        "t/c": "experiment=t/c: t has no c | t has a, b",
+        "t": "experiment=t: several | experiment=t/a | t has a, b",
+        "t/a,t/b": "one option | -m experiment=a,b",
+    }.items():
+        message = message_of([f"experiment={choice}", "--config-dir", str(tmp_path)], capsys)
+        assert all(text in message for text in says.split(" | "))
 
 
 def test_experiments_that_build_upon_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
