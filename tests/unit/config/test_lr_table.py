@@ -9,7 +9,7 @@ import pytest
 
 from ngpt_train.config import Config, ConfigError, check_resume, list_experiments, load_config, to_dict
 from ngpt_train.config.compose import compose
-from ngpt_train.config.sections.optim import Run, look_up, problem_of
+from ngpt_train.config.sections.optim import look_up, problem_of
 from ngpt_train.config.stored import with_first_values
 from ngpt_train.config.yaml_files import config_dir
 
@@ -19,7 +19,7 @@ ROW: dict[int, Any] = {64: 7.0, 256: [A, B, GUESS]}
 
 
 def found(context: int, tokens: float, row: dict[int, Any] = ROW, steps: int = 100) -> tuple[float, str]:
-    return look_up(row, Run("gpt", context, int(tokens), steps))
+    return look_up(row, "gpt", context, {"tokens": int(tokens), "steps": steps})
 
 
 def test_the_nearest_budget_by_its_logarithm() -> None:
