@@ -84,14 +84,6 @@ def test_good_tables() -> None:
     assert problem_of({"tiny": {64: 1, 256: [A, B, GUESS | {"model": "gpt"}], 512: [{"lr": 1e-3}]}}) is None
 
 
-def test_a_faulty_table_in_a_recipe(tmp_path: Path) -> None:
-    (tmp_path / "recipe").mkdir()
-    recipe = tmp_path / "recipe" / "mine.yaml"
-    recipe.write_text("# @package _global_\noptim: {lr_table: {tiny: {256: [{lr: 1.0e-3, budget: 5}]}}}\n")
-    with pytest.raises(ConfigError, match=r"optim\.lr_table=.*tiny, 256, entry 1: budget is none of.*\n.*\n.*mine\.ya"):
-        load_config(["recipe=mine"], str(tmp_path))
-
-
 def test_a_recipe_of_ones_own_replaces_entries(tmp_path: Path) -> None:
     """Caught: entries merged field by field, so that a rate has another's source."""
     (tmp_path / "recipe").mkdir()
