@@ -166,11 +166,7 @@ FILES: list[tuple[str, str, str]] = [
     ("scale=my", "logging:\n  wandb.mode: offline\n", "Write logging: {wandb: {mode: offline}}"),
     ("scale=my", "train:\n\tsteps: 5\n", "line 3 | not valid YAML"),
     ("scale=my", "train:\n  steps: 5\n  steps: 6\n", "line 4 | duplicate key steps"),
-    (
-        "recipe=my",
-        "optim: {lr_table: {tiny: {256: [{lr: 1.0e-3, budget: 5}]}}}\n",
-        "tiny, 256, entry 1: budget is none of",
-    ),
+    ("recipe=my", "optim: {lr_table: {tiny: {256: [{lr: 1.0e-3, budget: 5}]}}}\n", "256, entry 1: budget is none of"),
     ("logging=my", "wandb:\n  mode: off\n", "logging.wandb.mode=false | offline"),
     ("experiment=my", "defaults:\n  - override /modl: gpt\n", "modl | did you mean model"),
     ("experiment=my", "defaults:\n  - override /model: gtp\n", "model=gtp | mean gpt"),
