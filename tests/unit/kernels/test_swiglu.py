@@ -1,6 +1,6 @@
 """SwiGLU with scale vectors: the Triton kernels and the plain formula."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ngpt_train.kernels import dispatch
-from ngpt_train.kernels.swiglu import backward_by_hand, swiglu
+from ngpt_train.kernels.swiglu import backward_by_hand, scaled_linear, scaled_swiglu, swiglu
 from tests.combinations import pairs_first
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 @pytest.fixture(params=["triton", "torch"])
@@ -34,21 +34,27 @@ def error(found: Tensor, expected: Tensor) -> float:
     return ((found.double() - expected).norm() / expected.norm()).item()
 
 
-def compare(arguments: list[Tensor], dy: Tensor) -> None:
-    """Output and all gradients against autograd of the formula in fp64."""
+def compare(
+    arguments: list[Tensor],
+    dy: Tensor,
+    function: Callable[..., Tensor] = swiglu,
+    formula: Callable[..., Tensor] = swiglu.formula,
+    tolerance: float | None = None,
+) -> None:
+    """Output and all gradients against autograd of the formula in fp64. tolerance: of each; None: of its dtype."""
     exact = [x.detach().double().requires_grad_() for x in arguments]
-    y, expected = swiglu(*arguments), swiglu.formula(*exact)
+    y, expected = function(*arguments), formula(*exact)
     assert (y.shape, y.dtype) == (expected.shape, arguments[0].dtype)
-    assert error(y, expected) <= TOLERANCE[y.dtype]
+    assert error(y, expected) <= (tolerance or TOLERANCE[y.dtype])
     gradients = torch.autograd.grad(y, arguments, dy)
     for x, found, right in zip(arguments, gradients, torch.autograd.grad(expected, exact, dy.double()), strict=True):
         assert (found.shape, found.dtype) == (x.shape, x.dtype)
-        assert error(found, right) <= TOLERANCE[found.dtype]
+        assert error(found, right) <= (tolerance or TOLERANCE[found.dtype])
 
 
 @pairs_first(
     shape=[(1, 1), (1, 37), (2, 3, 64), (7, 1024), (2, 2, 1280), (3, 2500)],
-    dtype=list(TOLERANCE),
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
     scaled=[True, False],
 )
 @pytest.mark.usefixtures("way", "poison")
@@ -182,3 +188,26 @@ def test_refusals() -> None:
     for arguments in ((torch.ones(2, 7),), (uv, s), (uv, None, s), (uv, s[:1], s), (uv, s, s[:3])):
         with pytest.raises(ValueError, match="swiglu"):
             swiglu(*arguments)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Values of either sign, not small."""
+    return (torch.rand(shape, dtype=torch.float64) - 0.4).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("leading", [(1,), (2, 3)], ids=str)
+def test_scaled_linear(leading: tuple[int, ...]) -> None:
+    """Caught: a scale left out of the product or of a gradient, its gradient taken after scaling, tokens left out."""
+    torch.manual_seed(sum(leading))
+    dy = draw(*leading, 11).detach()
+    compare([draw(*leading, 7), draw(11, 7), draw(11)], dy, scaled_linear, lambda x, matrix, s: (x @ matrix.T) * s)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_scaled_swiglu(dtype: torch.dtype) -> None:
+    """Folded or not. Caught: s_u and s_v exchanged, halves exchanged, scales rounded into bf16 weights."""
+    torch.manual_seed(0)
+    vectors = [draw(24, dtype=torch.promote_types(dtype, torch.float32)) for _ in range(2)]
+    arguments, dy = [draw(3, 4, 16, dtype=dtype), draw(48, 16, dtype=dtype), *vectors], draw(3, 4, 24, dtype=dtype)
+    tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
+    compare(arguments, dy.detach(), scaled_swiglu, lambda x, w_uv, *s: swiglu.formula(x @ w_uv.T, *s), tolerance)

@@ -11,7 +11,7 @@ from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.sections.starts import KINDS
 from ngpt_train.config.stored import with_first_values
 from ngpt_train.models import build_model, export_weights
-from ngpt_train.models.initialisation import by_path, standard_deviations
+from ngpt_train.models.weights import by_path, standard_deviations
 from ngpt_train.report.launch_plan import describe_plan, make_plan
 
 MODELS = (
