@@ -22,7 +22,7 @@ from ngpt_train.distributed.cuda_graphs import begin_graph_step_at_forward, chec
 from ngpt_train.distributed.recomputation import checkpoint_blocks
 from ngpt_train.distributed.statistics import synchronise_statistics
 from ngpt_train.kernels import attention, dispatch
-from ngpt_train.models.registry import build_model
+from ngpt_train.models import build_model
 
 if TYPE_CHECKING:
     from ngpt_train.config.schema import Config, ParallelConfig

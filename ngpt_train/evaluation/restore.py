@@ -24,8 +24,8 @@ from ngpt_train.distributed.world import World, resolve_device
 from ngpt_train.evaluation.averaging import load_mean, newest
 from ngpt_train.evaluation.generation.continued_prompts import Texts
 from ngpt_train.evaluation.generation.tokens import opened
+from ngpt_train.models import build_model
 from ngpt_train.models.decoder import Decoder
-from ngpt_train.models.registry import build_model
 from ngpt_train.report.enough_memory import check_weights_fit
 from ngpt_train.training.checkpoint.catalogue import find_checkpoint, step_of
 from ngpt_train.training.checkpoint.integrity import read_progress

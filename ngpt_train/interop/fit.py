@@ -10,7 +10,7 @@ from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import build, schema_keys
 from ngpt_train.config.validate import check_leaf, report_together
 from ngpt_train.core.errors import DataError
-from ngpt_train.models.registry import build_model
+from ngpt_train.models import build_model
 from ngpt_train.models.weights import canonical, named_weights
 
 Keys = TypeVar("Keys", bound=ModelConfig)

@@ -23,7 +23,7 @@ from ngpt_train.interop.exporting import STATISTICS
 from ngpt_train.interop.fit import check_tensors, shapes_of
 from ngpt_train.interop.foreign_model import Imported
 from ngpt_train.interop.new_directory import new_directory
-from ngpt_train.models.registry import build_model
+from ngpt_train.models import build_model
 from ngpt_train.training.checkpoint.save import SPARE, Checkpoints, Snapshot
 from ngpt_train.training.checkpoint.tensor_files import pieces_of
 

@@ -12,8 +12,8 @@ from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.verbs import CARDS
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.distributed.layouts import resolve_compile, resolve_kind, resolve_precision, resolve_shard
+from ngpt_train.models import build_model
 from ngpt_train.models.decoder import Decoder
-from ngpt_train.models.registry import build_model
 from ngpt_train.report.memory import Layout, memory_per_rank
 from ngpt_train.training.feed import divisors, resolve_micro_rows
 

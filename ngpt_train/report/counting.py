@@ -18,8 +18,8 @@ from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.distributed.recomputation import ATTENTION, PRODUCTS, checkpoint_blocks
 from ngpt_train.distributed.sharding import held
 from ngpt_train.kernels import dispatch
+from ngpt_train.models import build_model
 from ngpt_train.models.decoder import Decoder
-from ngpt_train.models.registry import build_model
 
 
 class MemoryCounter(TorchDispatchMode):

@@ -124,7 +124,7 @@ def _measure(configs: Mapping[str, Config], threads: int, here: bool, answers: C
     import torch
 
     from ngpt_train.core.log import saying_nothing  # which imports torch
-    from ngpt_train.models.registry import build_model
+    from ngpt_train.models import build_model
     from ngpt_train.report.launch_plan import planned_vocabulary
 
     torch.set_num_threads(threads)

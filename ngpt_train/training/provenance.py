@@ -15,7 +15,7 @@ from ngpt_train.config.stored import differing_weights, read_yaml
 from ngpt_train.core.checkout import git_commit
 from ngpt_train.core.errors import DataError
 from ngpt_train.distributed.layouts import resolve_kind
-from ngpt_train.models.initialisation import standard_deviations
+from ngpt_train.models.weights import standard_deviations
 from ngpt_train.training.checkpoint.catalogue import find_checkpoint
 from ngpt_train.training.state import TrainState
 

@@ -14,8 +14,7 @@ from ngpt_train.distributed.layouts import parallelize
 from ngpt_train.distributed.world import join_world
 from ngpt_train.optim.loss_scale import LossScale
 from ngpt_train.optim.moving_average import MovingAverage
-from ngpt_train.optim.optimizer import build_optimizer, lr_factors
-from ngpt_train.optim.storage import round_to_bf16_
+from ngpt_train.optim.optimizer import build_optimizer, lr_factors, round_to_bf16_
 from ngpt_train.training.feed import resolve_micro_rows
 from ngpt_train.training.guards import Guards, explain_out_of_memory
 from ngpt_train.training.interval import Interval

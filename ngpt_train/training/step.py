@@ -13,9 +13,9 @@ from ngpt_train.core.constants import IGNORED
 from ngpt_train.distributed.cuda_graphs import hold_gradients
 from ngpt_train.distributed.gradients import accumulating, average_vectors_, gradient_norm
 from ngpt_train.kernels.dropout import row_seeds
+from ngpt_train.optim.optimizer import round_to_bf16_
 from ngpt_train.optim.row_adam import RowAdam
 from ngpt_train.optim.schedule import lr_at
-from ngpt_train.optim.storage import round_to_bf16_
 from ngpt_train.training.feed import to_device
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from ngpt_train.evaluation.in_training import tasks_of
 from ngpt_train.evaluation.trust import note_names
 from ngpt_train.observe import build_sinks
 from ngpt_train.observe.telemetry.collector import Telemetry
-from ngpt_train.optim.storage import round_to_bf16_
+from ngpt_train.optim.optimizer import round_to_bf16_
 from ngpt_train.report.curves import plot_run
 from ngpt_train.report.enough_memory import check_state_fits
 from ngpt_train.training.checkpoint.catalogue import step_of

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ngpt_train.models.decoder import Decoder, Head
 from ngpt_train.models.layers.documents import Mask
-from ngpt_train.models.layers.residual import Map
+from ngpt_train.models.layers.norms import Map
 from ngpt_train.models.layers.rope import Rope
 from ngpt_train.models.powernorm.keys import PowerNormConfig
 

@@ -1,10 +1,11 @@
-"""Compares an operation with its formula in fp64: outputs and all gradients, over all rows.
+"""Compares an operation with its formula in fp64: outputs and all gradients, over all rows. Times it, too.
 
 New memory is filled with NaN, so that an element that the operation does not write is noticed.
 """
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ VECTOR_TOLERANCE = {torch.bfloat16: 1e-3, torch.float16: 1e-3, torch.float32: 1e
 # among thousands.
 ELEMENT = 30
 CHUNKS = 8
+SLEEP_CYCLES = 20_000_000  # about 10 ms: time for the host to launch all kernels
+CALLS = 5  # in one measurement on a GPU
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,6 @@ class Comparison:
     shared_tolerance: float  # of the gradients of Inputs.shared
     timed: Operation | None = None  # to be timed, where `ours` does more
     chunks: int = CHUNKS  # the formula in fp64 takes the rows in so many parts, because it needs much memory
-
-    def errors(self) -> dict[str, Error]:
-        """The error of each output, and of each input's gradient, by name."""
-        return errors_of(self, self.draw())
 
 
 class Error(NamedTuple):
@@ -138,3 +137,28 @@ def uninitialized_memory_is_nan() -> Iterator[None]:
             yield
         finally:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def seconds_of(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call: on a GPU the device's alone, a mean of CALLS; elsewhere the process's CPU time."""
+    if device.type == "cuda":
+        return seconds_on_gpu(run, CALLS)
+    started = time.process_time()
+    run()
+    return time.process_time() - started
+
+
+def seconds_on_gpu(run: Callable[[], object], calls: int) -> float:
+    """Seconds that the GPU takes for one call of `run`; a mean of `calls`.
+
+    The GPU sleeps while the host launches the kernels, so that it never waits for the host.
+    """
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(SLEEP_CYCLES)
+    start.record()
+    for _ in range(calls):
+        run()
+    end.record()
+    end.synchronize()
+    return 1e-3 * start.elapsed_time(end) / calls

@@ -1,4 +1,4 @@
-"""Sees the calls inside of an operation."""
+"""Looks at an operation: its error, and the calls inside of it."""
 
 import torch
 from torch import Tensor
@@ -33,3 +33,11 @@ class Seen(TorchDispatchMode):
         if isinstance(out, Tensor):
             self.largest = max(self.largest, out.numel())
         return out
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """||found - expected|| / ||expected||; infinite for a NaN, and large for any difference from 0."""
+    found, expected = found.detach().double(), expected.detach().double()
+    assert found.shape == expected.shape
+    difference = (found - expected).norm() / expected.norm().clamp_min(1e-300)
+    return float(difference.nan_to_num(nan=float("inf")))
