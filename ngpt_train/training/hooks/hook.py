@@ -11,7 +11,7 @@ from ngpt_train.core.recorded import Record
 from ngpt_train.core.sink import Sink
 
 if TYPE_CHECKING:
-    from ngpt_train.data.position import Position
+    from ngpt_train.data.loader import Position
     from ngpt_train.training.signals import StopRequest
     from ngpt_train.training.state import TrainState
     from ngpt_train.training.step import MicroBatch, Observer, StepResult

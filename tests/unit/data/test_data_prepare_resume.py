@@ -25,7 +25,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.progress import Progress
 from ngpt_train.data import prepare_dataset
-from ngpt_train.data.hashes import FileHashes
+from ngpt_train.data.cache_files import FileHashes
 from ngpt_train.data.sources import local_files, open_source
 from ngpt_train.data.sources.hub import DatasetsText
 from ngpt_train.data.sources.hub_client import HubFile
@@ -74,10 +74,12 @@ def content(directory: Path) -> dict[str, bytes]:
 
 
 def test_any_number_of_processes_writes_the_same(corpus: Path, tmp_path: Path) -> None:
+    """With a tokenizer that is trained. Caught: chunks of a process out of turn; a sample that knows the processes."""
     cfg = config(corpus)
+    cfg.tokenizer.kind, cfg.tokenizer.vocab_size = "sentencepiece", 320
     assert len(local_files.units_of(open_source(cfg.data), FileHashes(tmp_path))) > 10
     written = []
-    for n in (1, 3):
+    for n in (1, 2):
         cfg.data.prepare_workers = n
         written.append(content(prepare_dataset(cfg, tmp_path / f"out{n}").path))
     assert written[0] == written[1]
@@ -103,7 +105,7 @@ import json, logging, multiprocessing, os, signal, sys
 from pathlib import Path
 from ngpt_train.config.schema import Config
 from ngpt_train.data import prepare_dataset
-from ngpt_train.data.prepared import shard_writer
+from ngpt_train.data import shard_writer
 from ngpt_train.data.sources import local_files
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -153,7 +155,7 @@ def test_killed_again_and_again(corpus: Path, tmp_path: Path, caplog: pytest.Log
     assert len(list((tmp_path / "whole").glob("*.bin"))) > 20
     out = tmp_path / "out"
     logs = []
-    for workers in (2, 3):
+    for workers in (2, 1):
         code, log = prepare_killed(corpus, out, workers, records=5)
         assert code == -signal.SIGKILL, log
         assert not out.exists()
@@ -260,17 +262,16 @@ def test_a_fault_names_its_line_and_costs_nothing(corpus: Path, tmp_path: Path) 
     """In one of two processes. Caught: the line within the part of the file; shards of before that go on in the text
     that was mended."""
     cfg = config(corpus)
-    cfg.data.prepare_workers = 2
     lines = (corpus / "a.jsonl").read_text().splitlines()
     (corpus / "a.jsonl").write_text("\n".join([*lines[:350], '{"body": 1}', *lines[350:]]))
-    for _ in range(2):
+    for cfg.data.prepare_workers in (2, 1):
         with pytest.raises(DataError, match=r"a\.jsonl, line 351: no field 'text'"):
             prepare_dataset(cfg, tmp_path / "out")
         assert not (tmp_path / "out").exists()
     # What is cut from it has changed, and is read anew.
     (corpus / "a.jsonl").write_text("\n".join(lines))
     assert content(prepare_dataset(cfg, tmp_path / "out").path) == content(
-        prepare_dataset(config(corpus), tmp_path / "fresh").path
+        prepare_dataset(cfg, tmp_path / "fresh").path
     )
 
 
@@ -289,20 +290,10 @@ def test_a_process_that_is_killed(corpus: Path, tmp_path: Path, monkeypatch: pyt
     cfg.data.prepare_workers = 2
     source = open_source(cfg.data)
     deadly = dataclasses.replace(source, reader=Deadly(source.reader.read))  # type: ignore[attr-defined]
-    monkeypatch.setattr("ngpt_train.data.prepared.build.open_source", lambda _: deadly)
+    monkeypatch.setattr("ngpt_train.data.prepared_text.open_source", lambda _: deadly)
     with pytest.raises(DataError, match=r"ended without a word \(exit code -9.*Run the same command again"):
         prepare_dataset(cfg, tmp_path / "out")
-    monkeypatch.undo()
     assert not (tmp_path / "out").exists()
-    assert prepare_dataset(cfg, tmp_path / "out").manifest["splits"]["train"]["documents"] > 500
-
-
-def test_a_tokenizer_that_is_trained(corpus: Path, tmp_path: Path) -> None:
-    cfg = config(corpus)
-    cfg.tokenizer.kind, cfg.tokenizer.vocab_size = "sentencepiece", 320
-    one = content(prepare_dataset(cfg, tmp_path / "one").path)
-    cfg.data.prepare_workers = 2
-    assert content(prepare_dataset(cfg, tmp_path / "two").path) == one
 
 
 def test_formats_of_the_datasets_library(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ def vocabulary(model: bytes) -> list[str]:
 def config(tmp_path: Path, **data: Any) -> Config:
     cfg = Config()
     cfg.data.kind, cfg.data.cache, cfg.model.context, cfg.tokenizer.kind = "local", str(tmp_path / "cache"), 4, "words"
+    cfg.data.prepare_workers = 1
     for name, value in data.items():
         setattr(cfg.data, name, value)
     return cfg

@@ -10,16 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ngpt_train.config.schema import Config
-from ngpt_train.data.dataset import Dataset, OnMain, path_of
-from ngpt_train.data.hashes import FileHashes, cache_directory, canonical_hash
-from ngpt_train.data.position import Share
+from ngpt_train.data.cache_files import FileHashes, cache_directory, canonical_hash
+from ngpt_train.data.dataset import Dataset, OnMain, Tokens, path_of
+from ngpt_train.data.loader import Share
 from ngpt_train.data.rows import check_length, row_format
+from ngpt_train.data.shard_cache import OpenShards, ShardCache
 from ngpt_train.data.sources import open_source
 from ngpt_train.data.sources.local_files import shards_of
 from ngpt_train.data.sources.source import Shard, Source, draw_sample
-from ngpt_train.data.streamed.shard_cache import OpenShards, ShardCache
-from ngpt_train.data.streamed.stream import StreamSettings, window_shards
-from ngpt_train.data.token_sequence import Tokens
+from ngpt_train.data.stream import StreamSettings, window_shards
 from ngpt_train.data.tokenizers import load_tokenizer
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer, with_eos
 

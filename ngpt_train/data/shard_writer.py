@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from ngpt_train.core.files import parse_json, read_whole
-from ngpt_train.data.hashes import READ_BYTES
-from ngpt_train.data.prepared.chunks import STEMS, Chunk, Document
+from ngpt_train.data.cache_files import READ_BYTES
+from ngpt_train.data.chunks import STEMS, Chunk, Document
 from ngpt_train.data.sources.source import Counts
 
 logger = logging.getLogger(__name__)
