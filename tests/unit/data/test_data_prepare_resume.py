@@ -66,7 +66,7 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(corpus: Path, **data: Any) -> Config:
-    return local_config(corpus, corpus.parent / "cache", shard_tokens=5000, prepare_workers=1, **data)
+    return local_config(corpus, corpus.parent / "cache", shard_tokens=8000, prepare_workers=1, **data)
 
 
 def content(directory: Path) -> dict[str, bytes]:
@@ -112,7 +112,7 @@ if __name__ == "__main__":
     corpus, out, workers, records, local_files.UNIT_BYTES = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
     cfg = Config()
     cfg.data.kind, cfg.data.path, cfg.data.cache, cfg.data.val_fraction = "local", corpus, out + "_cache", 0.1
-    cfg.data.shard_tokens, cfg.data.prepare_workers = 5000, workers
+    cfg.data.shard_tokens, cfg.data.prepare_workers = 8000, workers
     cfg.tokenizer.kind, cfg.model.context = "bytes", 32
     record = shard_writer.ShardWriter.record
     def record_and_die(self):

@@ -362,6 +362,8 @@ def test_a_tokenizer_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: pytest.fail("not reachable"))
     with pytest.raises(DataError, match=r"ConnectionError.*tokenizer\.path=FILE.*mistral32k.*=sentencepiece"):
         load_tokenizer(TokenizerConfig(kind="llama2"))
+    with pytest.raises(DataError, match=r"tokenizer=t5: spiece\.model.*ConnectionError.*tokenizer\.path=FILE"):
+        load_tokenizer(TokenizerConfig(kind="t5"))
 
 
 def test_hugging_face_of_llamas_kind(tmp_path: Path) -> None:
