@@ -20,7 +20,7 @@ from ngpt_train.data.rows import row_format, rows_of
 from ngpt_train.data.shard_cache import OpenShards
 from ngpt_train.data.sources.local_files import list_files, list_library
 from ngpt_train.data.sources.source import text_size
-from ngpt_train.data.stream import StreamSettings, first_place, n_windows, window_pieces, window_shards
+from ngpt_train.data.streamed_text import StreamSettings, first_place, n_windows, window_pieces, window_shards
 from ngpt_train.data.token_files import MANIFEST, count_tokens, read_manifest
 
 logger = logging.getLogger(__name__)

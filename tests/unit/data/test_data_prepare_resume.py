@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -32,15 +31,13 @@ from ngpt_train.data.sources.hub_client import HubFile
 from ngpt_train.data.sources.local_files import LocalText
 from ngpt_train.data.sources.source import Shard, Source
 from tests.unit.data.test_data_prepare import config as local_config
+from tests.unit.data.test_data_prepare import documents as made_documents
 
 UNIT = 8192
 
 
 def documents(n: int, seed: int = 1) -> list[str]:
-    rng = random.Random(seed)
-    words = [bytes(rng.choices(range(97, 123), k=rng.randrange(2, 9))).decode() for _ in range(300)]
-    texts = [f"{i}: " + " ".join(rng.choices(words, k=rng.randrange(1, 90))) for i in range(n)]
-    return [text if i % 17 else "" for i, text in enumerate(texts)]
+    return [text if i % 17 else "" for i, text in enumerate(made_documents(n, seed))]
 
 
 @pytest.fixture
@@ -148,34 +145,15 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_killed_again_and_again(corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """kill -9 after every fifth record of finished shards, with another number of processes each time."""
-    caplog.set_level(logging.INFO)
-    expected = content(prepare_dataset(config(corpus), tmp_path / "whole").path)
-    assert len(list((tmp_path / "whole").glob("*.bin"))) > 20
-    out = tmp_path / "out"
-    logs = []
-    for workers in (2, 1):
-        code, log = prepare_killed(corpus, out, workers, records=5)
-        assert code == -signal.SIGKILL, log
-        assert not out.exists()
-        logs.append(log)
-    assert content(prepare_dataset(config(corpus), out).path) == expected
-    done = [log.split("going on after ")[1].split(" ")[0] for log in [*logs[1:], caplog.text]]
-    assert len(set(done)) == 2
-    assert done == sorted(done)
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-
-
 @pytest.fixture(scope="module")
 def after_a_kill(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The text, and beside it the files of a process that was killed after six records of finished shards."""
+    """The text, and beside it the files of two processes that were killed after six records of finished shards."""
     directory = tmp_path_factory.mktemp("killed")
     write_corpus(directory / "text")
-    (directory / "text/0.jsonl").write_text(
-        '{"text": "one"}\n'
-    )  # too little for a shard: the journal has no entry of it
-    assert prepare_killed(directory / "text", directory / "out", workers=1, records=6)[0] == -signal.SIGKILL
+    # Too little for a shard: the journal has no entry of it.
+    (directory / "text/0.jsonl").write_text('{"text": "one"}\n')
+    assert prepare_killed(directory / "text", directory / "out", workers=2, records=6)[0] == -signal.SIGKILL
+    assert not (directory / "out").exists()
     return directory
 
 
@@ -240,6 +218,19 @@ def test_what_a_kill_left_is_used_where_it_fits(
     written = content(prepare_dataset(cfg, tmp_path / "out").path)
     assert ("going on after" in caplog.text) == used
     assert written == content(prepare_dataset(cfg, tmp_path / "fresh").path)
+
+
+def test_killed_again(left: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With another number of processes. Caught: a second start that begins anew, or goes on where the first began."""
+    caplog.set_level(logging.INFO)
+    code, log = prepare_killed(left, tmp_path / "out", workers=1, records=5)
+    assert code == -signal.SIGKILL, log
+    assert not (tmp_path / "out").exists()
+    written = content(prepare_dataset(config(left), tmp_path / "out").path)
+    before, after = (int(text.split("going on after ")[1].split(" ")[0]) for text in (log, caplog.text))
+    assert 0 < before < after
+    assert written == content(prepare_dataset(config(left), tmp_path / "fresh").path)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 def test_damage_to_what_a_kill_left(left: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ngpt_train.config.schema import DataConfig
-from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.core.errors import DataError
 from ngpt_train.data.sources import open_source
 
 TEXTS = ["Ein Anfang.\r\n\tZwei\u2028Zeilen\n", "", "naïve 😀 \0 ▁", "x" * 70_000]
@@ -151,8 +151,6 @@ def test_nothing_to_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.jsonl")
     with pytest.raises(DataError, match=r"a\.jsonl: a pipe or a device"):
         read(tmp_path / "a.jsonl")
-    with pytest.raises(ConfigError, match=r"data\.path"):
-        open_source(DataConfig(kind="local"))
 
 
 def test_embedded_is_the_standard_library() -> None:

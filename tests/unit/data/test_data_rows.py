@@ -18,7 +18,7 @@ from ngpt_train.data import Rows, Tokens, TrainLoader, data_hash, merged, rows_o
 from ngpt_train.data.loader import PreparedReader, hash_of_rows
 from ngpt_train.data.permutation import shuffled
 from ngpt_train.data.rows import BestFit, NextToken, RowFormat, Span, best_fit
-from ngpt_train.data.stream import window_shards
+from ngpt_train.data.streamed_text import window_shards
 from ngpt_train.models.gpt.keys import GPTConfig
 
 CONTEXT, EOS = 5, 4321

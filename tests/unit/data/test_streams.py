@@ -21,17 +21,17 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.data import TrainLoader, merged, open_dataset, reader_of
 from ngpt_train.data.sources.source import place_of
-from ngpt_train.data.stream import (
+from ngpt_train.data.streamed_text import (
     Cursor,
     Piece,
     Stream,
+    StreamedText,
     Windows,
     document_order,
     first_place,
     window_pieces,
     window_shards,
 )
-from ngpt_train.data.streamed_text import StreamedText
 from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer
 from tests.processes.runs import write_parquet_shards
 
