@@ -77,8 +77,8 @@ def open_dataset(
     tokenizer: used instead of `config.tokenizer`; prepared shards keep their own.
     on_main: for streamed text in several processes. It runs a function on one process and returns the result on all.
     The function may list, download and tokenize for hours, so no collective with a time limit may wait for it.
-    Raises ConfigError without `data.path`, and DataError if the text, a file or the tokenizer is faulty, or if a split
-    is shorter than a row.
+    Raises DataError if the text, a file or the tokenizer is faulty, or if a split is shorter than a row, and
+    ConfigError for a faulty data.repo and for data.val_fraction=1 of text that has a validation split of its own.
     """
     data = config.data
     if data.val_fraction == 1:

@@ -77,10 +77,10 @@ class StreamedText:
 
     def fetch(self, start: Start, share: Share) -> None:
         """Fetches and decodes the shards of a rank's first rows. Raises DataError."""
-        settings, text = self.settings, self.open(start.skipped)
-        for epoch, window in np.unique(start.cursors[share.streams(settings.n_streams), :2], axis=0).tolist():
-            for shard in window_shards(text.n_shards, settings.open_shards, epoch, window, settings.seed):
-                text.n_documents(shard)
+        windows = Windows(self.open(start.skipped), self.settings)
+        for epoch, window in np.unique(start.cursors[share.streams(self.settings.n_streams), :2], axis=0).tolist():
+            for shard in windows.shards(epoch, window):
+                windows.text.n_documents(shard)
 
 
 @dataclass(frozen=True)
@@ -244,12 +244,12 @@ class Windows:
     def pieces(self, epoch: int, window: int) -> list[Piece]:
         """All pieces of a window. Begins to fetch the shards of the next window."""
         if (epoch, window) not in self._pieces:
-            sizes = [(shard, self.text.n_documents(shard)) for shard in self._shards(epoch, window)]
+            sizes = [(shard, self.text.n_documents(shard)) for shard in self.shards(epoch, window)]
             if len(self._pieces) == self.KEPT:
                 del self._pieces[min(self._pieces)]
             settings = self.settings
             self._pieces[epoch, window] = window_pieces(sizes, settings.n_streams, epoch, window, settings.seed)
-            self.text.soon(self._shards(*self.after(epoch, window)))
+            self.text.soon(self.shards(*self.after(epoch, window)))
         return self._pieces[epoch, window]
 
     def after(self, epoch: int, window: int) -> tuple[int, int]:
@@ -257,7 +257,7 @@ class Windows:
         last = window + 1 == n_windows(self.text.n_shards, self.settings.open_shards)
         return (epoch + 1, 0) if last else (epoch, window + 1)
 
-    def _shards(self, epoch: int, window: int) -> list[int]:
+    def shards(self, epoch: int, window: int) -> list[int]:
         return window_shards(self.text.n_shards, self.settings.open_shards, epoch, window, self.settings.seed)
 
 

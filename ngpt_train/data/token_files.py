@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ngpt_train.config.schema import Config, TokenizerConfig
-from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import parse_json, read_whole
 from ngpt_train.data.cache_files import FileHashes, cache_directory, canonical_hash
 from ngpt_train.data.chunks import STEMS
@@ -48,10 +48,9 @@ def open_tokens(config: Config, tokenizer: Tokenizer | None) -> Dataset:
     """Opens `data.path`: a directory of prepared shards or of nanoGPT's train.bin and val.bin, or Megatron's files.
 
     tokenizer: used instead of `config.tokenizer`; prepared shards keep their own.
-    Raises ConfigError without `data.path`, DataError if files are damaged or of another tokenizer.
+    Raises DataError if files are damaged or of another tokenizer.
     """
-    if config.data.path is None:
-        raise ConfigError("data.path=null: data=tokens needs the directory of the shards, as data.path=DIRECTORY")
+    assert config.data.path is not None
     hashes = FileHashes(cache_directory(config))
     dataset = with_rows(_open(Path(config.data.path).expanduser(), config, hashes, tokenizer), config)
     hashes.save()

@@ -21,7 +21,6 @@ from ngpt_train.data.tokenizers import WordsTokenizer, known_vocabulary, model_f
 from ngpt_train.data.tokenizers.tokenizer import encode_document
 from ngpt_train.verbs import plan
 from tests.hub_server import COMMIT, Hub, serving
-from tests.unit.data.test_data_prepare import config as local_config
 from tests.unit.data.test_data_prepare import ids_of
 from tests.unit.data.test_hub import known_to
 from tests.unit.data.test_tokenizer import foreign_model
@@ -41,8 +40,10 @@ def vocabulary(model: bytes) -> list[str]:
 
 
 def config(tmp_path: Path, **data: Any) -> Config:
-    cfg = local_config(tmp_path, tmp_path / "cache", **{"val_fraction": 0.02, "prepare_workers": 1, **data})
-    cfg.model.context, cfg.tokenizer.kind = 4, "words"
+    cfg = Config()
+    cfg.data.kind, cfg.data.cache, cfg.model.context, cfg.tokenizer.kind = "local", str(tmp_path / "cache"), 4, "words"
+    for name, value in ({"prepare_workers": 1} | data).items():
+        setattr(cfg.data, name, value)
     return cfg
 
 
