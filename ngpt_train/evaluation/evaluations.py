@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import json_lines
-from ngpt_train.data.rows import rows_of
-from ngpt_train.data.token_sequence import Tokens
-from ngpt_train.data.validation_rows import chosen_rows, same_text
+from ngpt_train.data.dataset import Tokens
+from ngpt_train.data.rows import chosen_rows, rows_of, same_text
 from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.validation import RowLosses, Validation
 from ngpt_train.models.decoder import Decoder

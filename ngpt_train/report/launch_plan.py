@@ -15,7 +15,7 @@ from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.log import saying_nothing
 from ngpt_train.core.secrets import redacted
 from ngpt_train.data.epochs import many_epochs, planned_rows
-from ngpt_train.data.prepared.manifest import MANIFEST, read_manifest
+from ngpt_train.data.token_files import MANIFEST, read_manifest
 from ngpt_train.data.tokenizers import known_vocabulary, load_tokenizer
 from ngpt_train.models import build_model
 from ngpt_train.models.decoder import Decoder

@@ -18,8 +18,9 @@ from ngpt_train.core.files import read_json
 from ngpt_train.core.launcher import end_with_launcher
 from ngpt_train.core.recorded import Sink
 from ngpt_train.data import open_dataset
+from ngpt_train.core.sink import Sink
+from ngpt_train.data import TrainLoader, open_dataset, reader_of
 from ngpt_train.data.dataset import Dataset
-from ngpt_train.data.loader import TrainLoader, reader_of
 from ngpt_train.data.tokenizers import read_tokenizer
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.distributed.layouts import PRECISIONS, resolve_precision

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 
 from ngpt_train.config.schema import Config
-from ngpt_train.data.dataset import Dataset
+from ngpt_train.data.dataset import Dataset, Tokens
 from ngpt_train.data.rows import rows_of
-from ngpt_train.data.token_sequence import Tokens
 from ngpt_train.evaluation.evaluations import Evaluations
 from ngpt_train.evaluation.in_training import Validations
 from ngpt_train.evaluation.validation import unigram_loss

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from ngpt_train.analysis.probe.token_texts import TYPES, piece_types
 from ngpt_train.config.schema import Config
 from ngpt_train.core.constants import IGNORED
+from ngpt_train.data.dataset import Tokens
 from ngpt_train.data.rows import rows_of
-from ngpt_train.data.token_sequence import Tokens
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ngpt_train.core.recorded import Record, Sink
 
 if TYPE_CHECKING:
-    from ngpt_train.data.position import Position
+    from ngpt_train.data.loader import Position
     from ngpt_train.training.signals import StopRequest
     from ngpt_train.training.state import TrainState
     from ngpt_train.training.step import MicroBatch, Observer, StepResult

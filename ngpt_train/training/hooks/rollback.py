@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ngpt_train.core.files import read_json, remove, write_json
-from ngpt_train.data.position import merged
+from ngpt_train.data.loader import merged
 from ngpt_train.training.checkpoint.catalogue import UNFINISHED, last_good, list_checkpoints, step_of
 from ngpt_train.training.checkpoint.load import load_state
 from ngpt_train.training.guards import NumericalError
@@ -15,7 +15,7 @@ from ngpt_train.training.hooks.hook import Hook, TrainingRun
 
 if TYPE_CHECKING:
     from ngpt_train.config.schema import Config
-    from ngpt_train.data.position import Position
+    from ngpt_train.data.loader import Position
     from ngpt_train.training.hooks.saving import SaveCheckpoints
     from ngpt_train.training.run_directory import RunDirectory
     from ngpt_train.training.state import TrainState

@@ -31,6 +31,10 @@ from ngpt_train.data.position import Reader, Share
 from ngpt_train.data.rows import Batch, Cursor
 from ngpt_train.data.streamed.stream import Stream, Windows
 from ngpt_train.data.streamed.streamed_text import Start, StreamedText
+from ngpt_train.core.processes import end_with_parent
+from ngpt_train.data.loader import Reader, Share
+from ngpt_train.data.rows import Batch
+from ngpt_train.data.streamed_text import Cursor, Start, Stream, StreamedText, Windows
 from ngpt_train.data.tokenizers.tokenizer import Ids
 
 SENT_TOKENS = 65_536  # tokens of a worker's block; the first blocks are smaller

@@ -14,15 +14,15 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ngpt_train.core.files import parse_json, read_whole
-from ngpt_train.data.hashes import READ_BYTES
-from ngpt_train.data.prepared.chunks import STEMS, Chunk, Document
+from ngpt_train.data.cache_files import READ_BYTES
+from ngpt_train.data.chunks import STEMS, Chunk, Document
 from ngpt_train.data.sources.source import Counts
 
 logger = logging.getLogger(__name__)
@@ -46,8 +46,9 @@ class ShardWriter:
         self._directory, self._journal, self._header = directory, journal, header
         self._writers: dict[str, SplitWriter] = {}
         self._text: bytes
-        entries = journal.entries()
+        entries: list[dict[str, Any]] = []
         try:
+            entries = journal.entries()
             self._restore(entries)
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("beginning anew: the shards of an earlier start cannot be used (%s)", error)
@@ -73,7 +74,10 @@ class ShardWriter:
         for split, writer in self._writers.items():
             splits[split] = {"open": writer.unfinished(), "closed": writer.shards[self._recorded[split] :]}
             self._recorded[split] = len(writer.shards)
-        self._journal.add(Entry(*self.position, self.counts, self.text_sha256, splits))
+        unit, taken = self.position
+        self._journal.add(
+            {"unit": unit, "taken": taken, "counts": asdict(self.counts), "text": self.text_sha256, "splits": splits}
+        )
 
     @property
     def text_sha256(self) -> str:
@@ -92,10 +96,11 @@ class ShardWriter:
         for writer in self._writers.values():
             writer.abandon()
 
-    def _restore(self, entries: Sequence[Entry]) -> None:
-        last = entries[-1] if entries else Entry(0, 0, Counts(), bytes(32).hex(), {})
-        shards = {split: [shard for entry in entries for shard in entry.splits[split]["closed"]] for split in STEMS}
-        for split, newest in last.splits.items():
+    def _restore(self, entries: Sequence[dict[str, Any]]) -> None:
+        nothing: dict[str, Any] = {"unit": 0, "taken": 0, "counts": {}, "text": bytes(32).hex(), "splits": {}}
+        last = entries[-1] if entries else nothing
+        shards = {split: [shard for entry in entries for shard in entry["splits"][split]["closed"]] for split in STEMS}
+        for split, newest in last["splits"].items():
             shards[split] += [newest["open"]] if newest["open"] is not None else []
         kept = {shard[name] for split in STEMS for shard in shards[split] for name in ("file", "index")}
         for path in self._directory.iterdir():
@@ -104,8 +109,8 @@ class ShardWriter:
         dtype, shard_tokens = self._header["dtype"], self._header["shard_tokens"]
         for split, stem in STEMS.items():
             self._writers[split] = SplitWriter(self._directory, stem, dtype, shard_tokens, shards[split])
-        self.counts, self.position = last.counts, (last.unit, last.taken)
-        self._text = bytes.fromhex(last.text)
+        self.counts, self.position = Counts(**last["counts"]), (last["unit"], last["taken"])
+        self._text = bytes.fromhex(last["text"])
 
 
 class SplitWriter:
@@ -239,50 +244,45 @@ def _read_again(path: Path, size: int, *digests: Any) -> None:
                 digest.update(chunk)
 
 
-@dataclass
-class Entry:
-    """A line of the journal, but for the hash of the units."""
-
-    unit: int
-    taken: int  # documents of the unit in the shards
-    counts: Counts
-    text: str  # text_sha256 so far
-    splits: dict[str, dict[str, Any]]  # splits[split]: "closed", the shards closed since the last line, and "open"
-
-
 class Journal:
-    """The journal in `directory`. identities: of the text's units."""
+    """The journal in `directory`. identities: of the text's units.
+
+    An entry has "unit" and "taken", the position in the text; "counts" and "text", the counts and text_sha256 so far;
+    "splits", of each split the shards "closed" since the last entry and the "open" one; "units", a hash of the units.
+    """
 
     def __init__(self, directory: Path, identities: Sequence[str]) -> None:
         self._path = directory / JOURNAL
+
         # A unit is unchanged only if all units before it are, too.
-        self._chain = list(itertools.accumulate(identities, _chained, initial=""))[1:]
+        def chained(before: str, identity: str) -> str:
+            return hashlib.sha256((before + identity).encode()).hexdigest()
+
+        self._chain = list(itertools.accumulate(identities, chained, initial=""))[1:]
 
     def header(self) -> dict[str, Any] | None:
         """The first line of an earlier start (`begin`); None without a readable journal."""
         lines = self._lines()
         return lines[0] if lines else None
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[dict[str, Any]]:
         """The entries of unchanged text, oldest first."""
         found = []
-        for line in self._lines()[1:]:
-            unit = line["unit"]
-            if unit >= len(self._chain) or line.pop("units") != self._chain[unit]:
+        for entry in self._lines()[1:]:
+            unit = entry["unit"]
+            if unit >= len(self._chain) or entry["units"] != self._chain[unit]:
                 break
-            found.append(Entry(**{**line, "counts": Counts(**line["counts"])}))
+            found.append(entry)
         return found
 
-    def begin(self, header: dict[str, Any], entries: Sequence[Entry]) -> None:
+    def begin(self, header: dict[str, Any], entries: Sequence[dict[str, Any]]) -> None:
         """Writes the journal anew with these entries of an earlier start. So a line cut by a kill is gone."""
         self._path.unlink(missing_ok=True)
-        self._append(header, *map(self._line, entries))
+        self._append(header, *entries)
 
-    def add(self, entry: Entry) -> None:
-        self._append(self._line(entry))
-
-    def _line(self, entry: Entry) -> dict[str, Any]:
-        return asdict(entry) | {"units": self._chain[entry.unit]}
+    def add(self, entry: dict[str, Any]) -> None:
+        """Writes an entry; "units" is filled in."""
+        self._append(entry | {"units": self._chain[entry["unit"]]})
 
     def _append(self, *lines: dict[str, Any]) -> None:
         with self._path.open("a") as file:
@@ -298,7 +298,3 @@ class Journal:
         except (OSError, ValueError):  # no journal, or a cut last line
             pass
         return lines
-
-
-def _chained(before: str, identity: str) -> str:
-    return hashlib.sha256((before + identity).encode()).hexdigest()

@@ -29,10 +29,9 @@ from numpy.typing import NDArray
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import parse_json, read_whole, remove
-from ngpt_train.data.directory import build_directory
-from ngpt_train.data.hashes import FileHashes, canonical_hash
+from ngpt_train.data.cache_files import FileHashes, build_directory, canonical_hash
+from ngpt_train.data.dataset import StoredNumbers
 from ngpt_train.data.sources.source import FetchError, Shard, ShardSource, place_of
-from ngpt_train.data.token_sequence import StoredNumbers
 
 logger = logging.getLogger(__name__)
 

@@ -18,16 +18,15 @@ from ngpt_train.config.schema import Config, DataConfig
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import remove
 from ngpt_train.core.progress import Progress
+from ngpt_train.data.cache_files import FileHashes, build_directory, cache_directory, canonical_hash, is_filled
+from ngpt_train.data.chunks import Tokenizing, chunks_in_order, n_processes
 from ngpt_train.data.dataset import Dataset
-from ngpt_train.data.directory import build_directory, is_filled
-from ngpt_train.data.hashes import FileHashes, cache_directory, canonical_hash
-from ngpt_train.data.prepared.chunks import Tokenizing, chunks_in_order, n_processes
-from ngpt_train.data.prepared.manifest import FORMAT, MANIFEST, fingerprint, open_prepared, read_manifest
-from ngpt_train.data.prepared.shard_writer import JOURNAL, Journal, ShardWriter, dtype_for
-from ngpt_train.data.rows import check_length
+from ngpt_train.data.rows import check_length, with_rows
+from ngpt_train.data.shard_writer import JOURNAL, Journal, ShardWriter, dtype_for
 from ngpt_train.data.sources import open_source
 from ngpt_train.data.sources.local_files import shards_of, units_of
 from ngpt_train.data.sources.source import Counts, Shard, Source, draw_sample, training_part
+from ngpt_train.data.token_files import FORMAT, MANIFEST, fingerprint, open_prepared, read_manifest
 from ngpt_train.data.tokenizers import load_tokenizer, possible_keys, read_tokenizer, tokenizer_key, write_tokenizer
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer, tokenizer_identity
 
@@ -46,7 +45,7 @@ def prepare_dataset(config: Config, out: Path | None = None, tokenizer: Tokenize
     """Opens the prepared text of `config.data` in `out`, by default the cache. Prepares it first unless it is there."""
     hashes = FileHashes(cache_directory(config))
     config = replace(config, data=replace(config.data, streaming=False))
-    dataset = open_prepared(prepare_shards(config, hashes, out, tokenizer), hashes).with_rows(config)
+    dataset = with_rows(open_prepared(prepare_shards(config, hashes, out, tokenizer), hashes), config)
     hashes.save()
     return dataset
 
