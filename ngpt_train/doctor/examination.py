@@ -17,7 +17,6 @@ from ngpt_train.doctor.checks import (
     devices,
     disks,
     environment,
-    kernel_check,
     links,
     training_text,
     trial_steps,
@@ -112,8 +111,7 @@ def examine(config: Config, place: Place, store: dist.Store) -> Examination | No
         checkpoint_bytes = planned.facts.get("checkpoint_bytes", 0)
     if place.speaks_for_host:
         vocabulary = vocabulary_of(config, found) or ASSUMED_VOCABULARY
-        size, local_rank = place.size, place.local_rank
-        checked = answer("kernels", lambda report: kernel_check.look(config, size, local_rank, vocabulary, report))
+        checked = answer("kernels", lambda report: devices.look_at_kernels(config, place, vocabulary, report))
         tell(store, place, "kernels that are off", checked.facts.get("off", {}))
         answer("disks", lambda report: disks.look(config, place, token, checkpoint_bytes, report))
     answer("links", lambda report: links.look(config, place, left("links"), report), together=True)
@@ -190,7 +188,7 @@ def judge(config: Config, examination: Examination) -> list[Finding]:
         "versions": lambda: versions.judge(of("versions")),
         "clock": lambda: _clocks(examination),
         "devices": lambda: devices.judge(config, of("devices"), memory if on_gpus else None),
-        "kernels": lambda: of_each(of("kernels"), kernel_check.judge),
+        "kernels": lambda: of_each(of("kernels"), devices.judge_kernels),
         "environment": lambda: environment.judge(config, of("environment"), on_gpus, memory),
         "compiler": lambda: of_each(of("compiler"), compiler.judge),
         "disks": lambda: disks.judge(config, of("disks"), size, said),

@@ -16,7 +16,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir, triton_ca
 
 from ngpt_train.config import load_config
 from ngpt_train.core import log
-from ngpt_train.distributed.compile_cache import INDUCTOR, TRITON, VARIABLES, machine
+from ngpt_train.distributed.compilation import INDUCTOR, TRITON, VARIABLES, machine
 from ngpt_train.distributed.layouts import parallelize
 from ngpt_train.distributed.world import World
 

@@ -15,7 +15,7 @@ from ngpt_train.core.errors import ConfigError
 from ngpt_train.data import Tokens
 from ngpt_train.data.rows import NextToken, RowFormat
 from ngpt_train.distributed import layouts
-from ngpt_train.distributed.cuda_graphs import check_cuda_graphs
+from ngpt_train.distributed.compilation import check_cuda_graphs
 from ngpt_train.evaluation.validation import Validation
 from ngpt_train.models import export_weights
 from ngpt_train.training import build_state, train_step

@@ -10,7 +10,6 @@ from ngpt_train.doctor.checks import (
     devices,
     disks,
     environment,
-    kernel_check,
     links,
     training_text,
     trial_steps,
@@ -149,11 +148,11 @@ def test_devices(facts: dict[str, Any], verdict: str, words: str) -> None:
 def test_a_kernel_that_is_wrong() -> None:
     """Caught: a kernel that is switched off stops a run, or is not named with its host."""
     right = {"off": {}, "slower": {}, "calls": 7, "name": "A100"}
-    rows = list(of_each(answers(hosts(2), right, right | {"off": {"rotary": "NaN"}}), kernel_check.judge))
+    rows = list(of_each(answers(hosts(2), right, right | {"off": {"rotary": "NaN"}}), devices.judge_kernels))
     assert wrong(rows, WARNING) == ["b: rotary is off: NaN"]
     assert not wrong(rows)
     refused = Answer(hosts(1)[0], {}, "ConfigError: kernels=triton: the kernel rotary must not run")
-    assert [row.code for row in kernel_check.judge(refused)] == [2]
+    assert [row.code for row in devices.judge_kernels(refused)] == [2]
 
 
 def test_one_host_without_a_gpu() -> None:

@@ -11,7 +11,7 @@ from ngpt_train.core.errors import ConfigError
 from ngpt_train.distributed.layouts import resolve_kind
 from ngpt_train.training.feed import resolve_micro_rows
 from ngpt_train.training.guards import DeviceMemoryError, explain_out_of_memory
-from ngpt_train.training.signals import StopRequest
+from ngpt_train.training.hooks.stopping import StopRequest
 
 
 @pytest.mark.parametrize(
