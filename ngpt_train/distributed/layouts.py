@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ngpt_train.config.keys import AUTO
@@ -214,6 +215,19 @@ def replicate(model: Decoder, world: World, tokens: Tensor) -> nn.Module:
     model.zero_grad(set_to_none=True)
     model.train(was_training)
     return ddp
+
+
+def replicas(tensor: Tensor) -> int:
+    """The number of ranks with the same rows of a sharded tensor; 1 for a tensor that is not sharded."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    mesh = tensor.device_mesh
+    return mesh.size() // mesh.size(mesh.ndim - 1)
+
+
+def shard_number(tensor: Tensor) -> int:
+    """The number of this rank's shard, from 0; 0 for a tensor that is not sharded."""
+    return tensor.device_mesh.get_local_rank(tensor.device_mesh.ndim - 1) if isinstance(tensor, DTensor) else 0
 
 
 class _SumOverRanks(torch.autograd.Function):

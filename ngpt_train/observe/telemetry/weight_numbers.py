@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ngpt_train.distributed.sharding import first_row, held, replicas
+from ngpt_train.distributed.layouts import replicas, shard_number
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.weights import canonical, named_weights
 from ngpt_train.observe.telemetry.step_numbers import Numbers, Record, norms, ratio
+from ngpt_train.optim.row_adam import local_rows
 
 SHORTEST = 1e-30  # no divisor is smaller: a row of zeros has no direction
 
@@ -43,7 +44,7 @@ class WeightChanges:
         adds: list[float] = []  # this rank's share of each weight's sum
         for index, (parameter, rows_by_path) in enumerate(named_weights(model)):
             self.parameters.append(parameter)
-            first, n_held = first_row(parameter), len(held(parameter))
+            first, n_held = first_row(parameter), len(local_rows(parameter))
             start = 0
             for path, n_rows in rows_by_path.items():
                 low, high = (min(max(row - first, 0), n_held) for row in (start, start + n_rows))
@@ -55,21 +56,23 @@ class WeightChanges:
         turning = [add for add, weight in zip(adds, self.weights, strict=True) if weight in self.turning]
         self.adds_angle = torch.tensor(turning, dtype=torch.float64, device=device)
 
+    @torch.no_grad()
     def before_update(self, loss_scale: Tensor | None) -> None:
         """Takes the gradients, and a copy of the weights. loss_scale: 0-dim, the factor of the gradients."""
         # A weight without a gradient has an empty tensor, whose norm is 0.
         gradients = [
-            held(parameter).new_zeros(0) if parameter.grad is None else held(parameter.grad)
+            local_rows(parameter).new_zeros(0) if parameter.grad is None else local_rows(parameter.grad)
             for parameter in self.parameters
         ]
         scale = 1 if loss_scale is None else loss_scale
         self._grad_l1, self._grad_l2 = (self._norms(gradients, order) / scale for order in (1, 2))
-        self._copy = [held(parameter).clone() for parameter in self.parameters]
+        self._copy = [local_rows(parameter).clone() for parameter in self.parameters]
         self._before = self._norms(self._copy, 2)
         self._lengths = self._row_lengths(self._copy)
 
+    @torch.no_grad()
     def after_update(self) -> Numbers:
-        after = [held(parameter) for parameter in self.parameters]
+        after = [local_rows(parameter) for parameter in self.parameters]
         moved = self._copy
         torch._foreach_sub_(moved, after)  # in the place of the copy
         squares = (self._grad_l2, self._before, self._norms(after, 2), self._norms(moved, 2))
@@ -123,6 +126,14 @@ class WeightChanges:
         angles = iter((2 * (chord / 2).asin()).split([len(lengths) for lengths in self._lengths]))
         by_index = {index: next(angles) for index in dict.fromkeys(weight.index for weight in self.turning)}
         return [by_index[weight.index][weight.rows] for weight in self.turning]
+
+
+def first_row(tensor: Tensor) -> int:
+    """The number of this rank's first row in the whole tensor. Only FSDP2's last shards have fewer rows."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    n_shards = tensor.device_mesh.size(tensor.device_mesh.ndim - 1)
+    return min(shard_number(tensor) * -(-len(tensor) // n_shards), len(tensor))
 
 
 def places(names: Iterable[str]) -> dict[str, list[str]]:
