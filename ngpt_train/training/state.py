@@ -145,10 +145,7 @@ def check_kernels(config: Config, world: World, stored: Mapping[str, Any] | None
     stored: the run's last check in run.json; its choices by speed stay. Returns {"kernels": ...} for the entry of this
     start in run.json; empty without a GPU. Raises ConfigError where a kernel must not run but the config names it.
     """
-    micro_rows = resolve_micro_rows(
-        config.train.rows_per_step, config.train.micro_rows, config.model.context, world.size
-    )
-    contact = first_contact(config, world, micro_rows, stored)
+    contact = first_contact(config, world, resolve_micro_rows(config, world.size), stored)
     return {} if contact is None else {"kernels": contact.json()}
 
 
@@ -158,9 +155,7 @@ def build_state(config: Config, world: World | None = None) -> TrainState:
     Raises ConfigError if the config does not fit the number of ranks or the devices, or if vocab_size is still `auto`.
     """
     world = world or join_world(config)
-    micro_rows = resolve_micro_rows(
-        config.train.rows_per_step, config.train.micro_rows, config.model.context, world.size
-    )
+    micro_rows = resolve_micro_rows(config, world.size)
     with explain_out_of_memory(micro_rows):
         model, forward = parallelize(config, world, micro_rows)
     groups = model.parameter_groups()

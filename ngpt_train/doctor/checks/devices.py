@@ -267,9 +267,7 @@ def look_at_kernels(config: Config, place: Place, vocabulary: int, report: Repor
     device = resolve_device(config.train.device, place.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    micro_rows = resolve_micro_rows(
-        config.train.rows_per_step, config.train.micro_rows, config.model.context, place.size
-    )
+    micro_rows = resolve_micro_rows(config, place.size)
     config = replace(config, model=replace(config.model, vocab_size=vocabulary))
     contact = first_contact(config, World(0, 1, place.local_rank, device), micro_rows)
     if contact is not None:

@@ -204,24 +204,35 @@ def read_progress(checkpoint: Path) -> dict[str, Any]:
     directory's name."""
     path = checkpoint / STATE
     progress = read_json(path)
-    if not isinstance(progress, dict):
-        raise DataError(f"{path} is damaged: it is no object. Use another checkpoint.")
-    for name, smallest in (("step", 0), ("tokens", 0), ("world_size", 1)):
-        if type(value := progress.get(name)) is not int or not smallest <= value < MOST:
-            raise DataError(f"{path} is damaged: {name} is {value!r}. Use another checkpoint.")
-    seconds = progress.get("train_seconds")  # None in earlier versions
-    sums = all(_are_numbers(progress[part], names) for part, names in _NUMBERS.items() if part in progress)
-    if not sums or not (seconds is None or _are_numbers({"seconds": seconds}, {"seconds"})):
-        raise DataError(f"{path} is damaged: its sums and seconds are no such numbers. Use another checkpoint.")
-    if not isinstance(progress.get("data"), dict):
-        raise DataError(f"{path} is damaged: it has no position in the data. Use another checkpoint.")
-    if not _are_guards(progress.get("guards", {})):
-        raise DataError(f"{path} is damaged: guards has no losses. Use another checkpoint.")
-    if not _are_rollbacks(progress.get("rollbacks", [])):
-        raise DataError(f"{path} is damaged: rollbacks lists none. Use another checkpoint.")
+    if problem := _damage(progress):
+        raise DataError(f"{path} is damaged: {problem}. Use another checkpoint.")
     if NAME.fullmatch(checkpoint.name) and progress["step"] != step_of(checkpoint):
         raise DataError(f"{path} is of step {progress['step']}, its directory of another. Use another checkpoint.")
     return progress
+
+
+def _damage(progress: Any) -> str | None:
+    """The problem of the counters as a phrase, or None."""
+    if not isinstance(progress, dict):
+        return "it is no object"
+    for name, smallest in (("step", 0), ("tokens", 0), ("world_size", 1)):
+        if type(value := progress.get(name)) is not int or not smallest <= value < MOST:
+            return f"{name} is {value!r}"
+    seconds = progress.get("train_seconds")  # None in earlier versions
+    sums = all(_are_numbers(progress[part], names) for part, names in _NUMBERS.items() if part in progress)
+    if not sums or not (seconds is None or _are_numbers({"seconds": seconds}, {"seconds"})):
+        return "its sums and seconds are no such numbers"
+    if not isinstance(progress.get("data"), dict):
+        return "it has no position in the data"
+    if not _are_guards(progress.get("guards", {})):
+        return "guards has no losses"
+    counted = ("number", "step", "bad_step", "first_row", "last_row")
+    rollbacks = progress.get("rollbacks", [])
+    if not isinstance(rollbacks, list) or not all(
+        isinstance(each, dict) and all(type(each.get(name)) is int for name in counted) for each in rollbacks
+    ):
+        return "rollbacks lists none"
+    return None
 
 
 def _are_numbers(stored: Any, names: Set[str]) -> bool:
@@ -238,13 +249,6 @@ def _are_guards(stored: Any) -> bool:
         and 0 <= skipped < MOST
         and isinstance(losses := stored.get("losses", []), list)
         and all(type(loss) is float for loss in losses)
-    )
-
-
-def _are_rollbacks(stored: Any) -> bool:
-    counted = ("number", "step", "bad_step", "first_row", "last_row")
-    return isinstance(stored, list) and all(
-        isinstance(rollback, dict) and all(type(rollback.get(name)) is int for name in counted) for rollback in stored
     )
 
 

@@ -168,12 +168,17 @@ def test_an_encoder_decoder_has_room_for_any_number(monkeypatch: pytest.MonkeyPa
     assert not asked
 
 
+def asked(batch_rows: int, micro_rows: int | str, context: int) -> Any:
+    train = SimpleNamespace(rows_per_step=batch_rows, micro_rows=micro_rows)
+    return SimpleNamespace(train=train, model=SimpleNamespace(context=context))
+
+
 @pytest.mark.parametrize(
     ("batch_rows", "micro_rows", "context", "world_size", "expected"),
     [(512, "auto", 1024, 64, 8), (512, "auto", 8192, 8, 2), (6, 3, 64, 2, 3), (2, "auto", 100_000, 1, 1)],
 )
 def test_micro_rows(batch_rows: int, micro_rows: int | str, context: int, world_size: int, expected: int) -> None:
-    assert feed.resolve_micro_rows(batch_rows, micro_rows, context, world_size) == expected
+    assert feed.resolve_micro_rows(asked(batch_rows, micro_rows, context), world_size) == expected
 
 
 @pytest.mark.parametrize(
@@ -186,5 +191,5 @@ def test_micro_rows(batch_rows: int, micro_rows: int | str, context: int, world_
 )
 def test_batch_that_does_not_divide(batch_rows: int, micro_rows: int | str, world_size: int, words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
-        feed.resolve_micro_rows(batch_rows, micro_rows, 64, world_size)
+        feed.resolve_micro_rows(asked(batch_rows, micro_rows, 64), world_size)
     assert all(word in str(error.value) for word in words)
