@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ngpt_train.distributed.layouts import replicas, shard_number
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.weights import canonical, named_weights
-from ngpt_train.observe.telemetry.step_numbers import Numbers, Record, norms, ratio
+from ngpt_train.observe.telemetry import Numbers, Record, norms, ratio
 from ngpt_train.optim.row_adam import local_rows
 
 SHORTEST = 1e-30  # no divisor is smaller: a row of zeros has no direction
