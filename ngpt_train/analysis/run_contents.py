@@ -19,7 +19,7 @@ from ngpt_train.core.files import json_lines
 from ngpt_train.evaluation.restore import Restored
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.weights import canonical, export_weights
-from ngpt_train.observe.telemetry.vectors_in_use import vectors_in_use
+from ngpt_train.observe.telemetry.weight_numbers import vectors_in_use
 
 logger = logging.getLogger(__name__)
 

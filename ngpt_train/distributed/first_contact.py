@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ngpt_train.core.errors import ConfigError
-from ngpt_train.distributed.compile_cache import keep_compiled
+from ngpt_train.distributed.compilation import keep_compiled
 from ngpt_train.distributed.layouts import (
     choose_kernels,
     resolve_compile,

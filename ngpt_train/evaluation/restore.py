@@ -27,8 +27,7 @@ from ngpt_train.evaluation.generation.tokens import opened
 from ngpt_train.models import build_model
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.report.enough_memory import check_weights_fit
-from ngpt_train.training.checkpoint.catalogue import find_checkpoint, step_of
-from ngpt_train.training.checkpoint.integrity import read_progress
+from ngpt_train.training.checkpoint.catalogue import find_checkpoint, read_progress, step_of
 from ngpt_train.training.checkpoint.load import load_model, open_tensors
 
 logger = logging.getLogger(__name__)

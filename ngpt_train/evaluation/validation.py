@@ -17,7 +17,7 @@ from torch import Tensor
 from ngpt_train.core.constants import IGNORED
 from ngpt_train.core.files import write_atomically
 from ngpt_train.data.rows import Rows
-from ngpt_train.distributed.statistics import averaged_statistics
+from ngpt_train.distributed.layouts import averaged_statistics
 from ngpt_train.distributed.world import World
 from ngpt_train.models.decoder import Decoder
 

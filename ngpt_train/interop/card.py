@@ -16,7 +16,7 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import json_lines, read_json
 from ngpt_train.evaluation.restore import Restored
 from ngpt_train.interop.layouts.layout import Layout
-from ngpt_train.training.checkpoint.integrity import read_progress
+from ngpt_train.training.checkpoint.catalogue import read_progress
 
 METRICS = ("loss", "ppl", "bits_per_byte")
 

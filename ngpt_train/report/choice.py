@@ -82,7 +82,7 @@ def planned_layout(config: Config) -> Layout:
     """The layout of a rank of plan.world_size, on GPUs unless train.device=cpu. Raises ConfigError if the config does
     not fit so many ranks."""
     world_size, rows = config.plan.world_size, config.train.rows_per_step
-    micro_rows = resolve_micro_rows(rows, config.train.micro_rows, config.model.context, world_size)
+    micro_rows = resolve_micro_rows(config, world_size)
     device = "cpu" if config.train.device == "cpu" else "cuda"
     ranks_per_host = min(world_size, config.plan.ranks_per_host)
     kind = resolve_kind(config.parallel.kind, world_size, device, ranks_per_host)

@@ -13,7 +13,7 @@ from ngpt_train.core.errors import ConfigError
 from ngpt_train.core.files import write_atomically
 from ngpt_train.core.log import saying_nothing
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
-from ngpt_train.distributed.compile_cache import keep_compiled
+from ngpt_train.distributed.compilation import keep_compiled
 from ngpt_train.distributed.layouts import resolve_compile
 from ngpt_train.distributed.world import World, resolve_device
 from ngpt_train.evaluation.generation.continued_prompts import Text, Texts

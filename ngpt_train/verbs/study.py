@@ -62,7 +62,7 @@ def make(
         if lock is None:
             return 0
         write_study(study)
-        from ngpt_train.training.signals import StopRequest  # brings torch, which a mistake need not wait for
+        from ngpt_train.training.hooks.stopping import StopRequest  # brings torch, which a mistake need not wait for
 
         stop = StopRequest(max_hours=None)
         with stop, ProgressLines(study, expected, engine.jobs) as progress:

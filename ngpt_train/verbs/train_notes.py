@@ -12,8 +12,8 @@ from ngpt_train.evaluation.evaluations import Evaluations
 from ngpt_train.evaluation.in_training import Validations
 from ngpt_train.evaluation.validation import unigram_loss
 from ngpt_train.training.checkpoint.catalogue import list_checkpoints, step_of
+from ngpt_train.training.hooks.bad_steps import record_of
 from ngpt_train.training.hooks.hook import Hook, TrainingRun
-from ngpt_train.training.hooks.rollback import record_of
 from ngpt_train.training.run_directory import RunDirectory
 from ngpt_train.training.state import TrainState
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.communication import Collectives
-from ngpt_train.distributed.sharding import held
-from ngpt_train.optim.row_adam import RowAdam
+from ngpt_train.optim.row_adam import RowAdam, local_rows
 from ngpt_train.training import TrainState, build_state, train_step
 from ngpt_train.training.step import update_weights_
 from tests.properties.architectures import SMALL
@@ -55,7 +54,8 @@ def of_the_update(name: str, parallel: str, kernels: str) -> dict[str, Any]:
     counter = Collectives()
     with counter:
         update_weights_(state, torch.tensor(1.0), torch.tensor(False), lr=0.5)
-    rows = torch.cat([held(parameter).norm(dim=1) for parameter in state.model.parameters() if parameter.ndim == 2])
+    matrices = [parameter.detach() for parameter in state.model.parameters() if parameter.ndim == 2]
+    rows = torch.cat([local_rows(matrix).norm(dim=1) for matrix in matrices])
     return {"collectives": len(counter.found), "off_sphere": (rows - 1).abs().max().item()}
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ngpt_train.distributed.sharding import replicas
+from ngpt_train.distributed.layouts import replicas
 from ngpt_train.models import export_weights
 from ngpt_train.training import build_state, train_step
 from tests.properties.architectures import ARCHITECTURES, SMALL

@@ -11,7 +11,7 @@ import pytest
 
 from ngpt_train.distributed.world import World
 from ngpt_train.training.checkpoint import list_checkpoints
-from ngpt_train.training.checkpoint.integrity import verify
+from ngpt_train.training.checkpoint.catalogue import verify
 from ngpt_train.training.hooks.stopping import MOST_STEPS
 from tests.processes import fork_server
 from tests.processes.runs import arguments, numbers, train, wait_for_step

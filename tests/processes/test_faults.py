@@ -173,9 +173,9 @@ SLOW_CHECK = """
 import os, sys, time
 import torch.distributed as dist
 from ngpt_train.__main__ import run
-from ngpt_train.training.checkpoint import integrity
+from ngpt_train.training.checkpoint import catalogue
 
-differences = integrity.differences
+differences = catalogue.differences
 
 def slow(*given):
     if os.environ["RANK"] == "1" and dist.is_initialized():
@@ -183,7 +183,7 @@ def slow(*given):
         time.sleep(40)
     return differences(*given)
 
-integrity.differences = slow
+catalogue.differences = slow
 if __name__ == "__main__":
     run()
 """

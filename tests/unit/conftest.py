@@ -1,10 +1,19 @@
-"""A browser for the tests of pages."""
+"""A browser for the tests of pages; no process group that outlives a file of tests."""
 
 import shutil
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_afterwards() -> Iterator[None]:
+    yield
+    distributed = sys.modules.get("torch.distributed")  # not imported here: many tests need no torch
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

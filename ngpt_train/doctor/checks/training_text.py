@@ -33,7 +33,7 @@ from ngpt_train.doctor.findings import (
     of_each,
     unchecked,
 )
-from ngpt_train.training.provenance import initial_checkpoint
+from ngpt_train.training.run_directory import initial_checkpoint
 
 MOST_OPENED = 500  # files, spread over all of them
 HUB_SECONDS = 9.0  # limit of each request to the hub

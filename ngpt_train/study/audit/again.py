@@ -25,8 +25,7 @@ from ngpt_train.study.compare.row_losses import read_rows
 from ngpt_train.study.compare.runs import Run, read_run
 from ngpt_train.study.engines.child import ending_with_us
 from ngpt_train.study.points import DIVERGED
-from ngpt_train.training.checkpoint.catalogue import MANIFEST
-from ngpt_train.training.checkpoint.integrity import STATE, has_tensors, read_manifest
+from ngpt_train.training.checkpoint.catalogue import MANIFEST, STATE, has_tensors, read_manifest
 
 # Fields of records and of state.json which depend on the clock and on other processes.
 OF_THE_CLOCK = ("train_seconds", "tokens_per_s", "mfu", "step_time", "data_time", "memory_gb")

@@ -22,8 +22,8 @@ from ngpt_train.optim.row_adam import RowAdam
 from ngpt_train.training import build_state, train_step
 from ngpt_train.training.checkpoint import Checkpoints, load_state
 from ngpt_train.training.hooks import TrainingRun
+from ngpt_train.training.hooks.stopping import StopRequest
 from ngpt_train.training.loop import train as train_loop
-from ngpt_train.training.signals import StopRequest
 from ngpt_train.training.state import TrainState
 from tests.properties.architectures import ARCHITECTURES, VARIANTS, Size, jittered
 from tests.properties.runs import held, padded_rows, run_config, text_like_rows

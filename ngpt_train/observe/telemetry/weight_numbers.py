@@ -1,18 +1,20 @@
-"""Norms of gradients, weights and updates, and the angles of turning rows, for each weight and each layer."""
+"""Norms of gradients, weights and updates, the angles of turning rows, and the vectors as they are in use: gains,
+NormFormer's lambda, nGPT's effective alpha and s."""
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ngpt_train.distributed.sharding import first_row, held, replicas
+from ngpt_train.distributed.layouts import replicas, shard_number
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.weights import canonical, named_weights
-from ngpt_train.observe.telemetry.step_numbers import Numbers, Record, norms, ratio
+from ngpt_train.observe.telemetry import Numbers, Record, norms, ratio
+from ngpt_train.optim.row_adam import local_rows
 
 SHORTEST = 1e-30  # no divisor is smaller: a row of zeros has no direction
 
@@ -42,7 +44,7 @@ class WeightChanges:
         adds: list[float] = []  # this rank's share of each weight's sum
         for index, (parameter, rows_by_path) in enumerate(named_weights(model)):
             self.parameters.append(parameter)
-            first, n_held = first_row(parameter), len(held(parameter))
+            first, n_held = first_row(parameter), len(local_rows(parameter))
             start = 0
             for path, n_rows in rows_by_path.items():
                 low, high = (min(max(row - first, 0), n_held) for row in (start, start + n_rows))
@@ -54,21 +56,23 @@ class WeightChanges:
         turning = [add for add, weight in zip(adds, self.weights, strict=True) if weight in self.turning]
         self.adds_angle = torch.tensor(turning, dtype=torch.float64, device=device)
 
+    @torch.no_grad()
     def before_update(self, loss_scale: Tensor | None) -> None:
         """Takes the gradients, and a copy of the weights. loss_scale: 0-dim, the factor of the gradients."""
         # A weight without a gradient has an empty tensor, whose norm is 0.
         gradients = [
-            held(parameter).new_zeros(0) if parameter.grad is None else held(parameter.grad)
+            local_rows(parameter).new_zeros(0) if parameter.grad is None else local_rows(parameter.grad)
             for parameter in self.parameters
         ]
         scale = 1 if loss_scale is None else loss_scale
         self._grad_l1, self._grad_l2 = (self._norms(gradients, order) / scale for order in (1, 2))
-        self._copy = [held(parameter).clone() for parameter in self.parameters]
+        self._copy = [local_rows(parameter).clone() for parameter in self.parameters]
         self._before = self._norms(self._copy, 2)
         self._lengths = self._row_lengths(self._copy)
 
+    @torch.no_grad()
     def after_update(self) -> Numbers:
-        after = [held(parameter) for parameter in self.parameters]
+        after = [local_rows(parameter) for parameter in self.parameters]
         moved = self._copy
         torch._foreach_sub_(moved, after)  # in the place of the copy
         squares = (self._grad_l2, self._before, self._norms(after, 2), self._norms(moved, 2))
@@ -124,6 +128,14 @@ class WeightChanges:
         return [by_index[weight.index][weight.rows] for weight in self.turning]
 
 
+def first_row(tensor: Tensor) -> int:
+    """The number of this rank's first row in the whole tensor. Only FSDP2's last shards have fewer rows."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    n_shards = tensor.device_mesh.size(tensor.device_mesh.ndim - 1)
+    return min(shard_number(tensor) * -(-len(tensor) // n_shards), len(tensor))
+
+
 def places(names: Iterable[str]) -> dict[str, list[str]]:
     """The weights at each place: a weight's name stands for itself, a layer, `layers.0`, for all of its weights."""
     found = {name: [name] for name in names}
@@ -131,3 +143,50 @@ def places(names: Iterable[str]) -> dict[str, list[str]]:
         if layer := re.match(r"\w+\.\d+(?=\.)", name):
             found.setdefault(layer[0], []).append(name)
     return found
+
+
+class Vectors:
+    """Smallest, mean and largest entry of each vector after the step. Vectors are whole on every rank."""
+
+    def __init__(self, model: Decoder, is_main: bool, device: torch.device) -> None:
+        self.is_main, self.device = is_main, device
+        self.model = model
+        values = dict(vectors_in_use(model))
+        self.names = list(values)
+        self.by_size: dict[int, list[str]] = {}
+        for name, value in values.items():
+            self.by_size.setdefault(len(value), []).append(name)
+
+    @torch.no_grad()
+    def after_update(self) -> Numbers:
+        """Takes vectors of one size together: a few launches for all layers."""
+        values = dict(vectors_in_use(self.model))
+        found: list[Tensor] = []
+        for names in self.by_size.values():
+            same = torch.stack([values[name] for name in names]).double()  # (names, size)
+            found.append(torch.stack([same.amin(1), same.mean(1), same.amax(1)], dim=1).flatten())
+        summed = torch.cat(found) if found else torch.zeros(0, dtype=torch.float64, device=self.device)
+        return Numbers(summed * self.is_main, summed[:0])
+
+    def record(self, summed: Sequence[float], largest: Sequence[float]) -> Record:
+        found: Record = {}
+        names = (name for names in self.by_size.values() for name in names)
+        for number, name in enumerate(names):
+            smallest, mean, most = summed[3 * number : 3 * number + 3]
+            found |= {f"value_min/{name}": smallest, f"value_mean/{name}": mean, f"value_max/{name}": most}
+        return found
+
+
+def vectors_in_use(model: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Every vector of the model but biases, with its canonical name.
+
+    A module with an attribute `stored` holds a vector in another form than the model uses, such as nGPT's alpha: called
+    without arguments, the module returns the vector in use.
+    """
+    for place, module in model.named_modules():
+        if hasattr(module, "stored"):
+            yield canonical(place), module()
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim == 1 and name != "bias":
+                yield canonical(f"{place}.{name}" if place else name), parameter

@@ -1,28 +1,26 @@
-"""All ranks stop after the same step, asking each other rarely; clocks and steps are made up, ranks are threads."""
+"""Signals and the time limit; all ranks stop after the same step, asking each other rarely: clocks are made up, ranks
+are threads."""
 
 import math
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from ngpt_train.training.hooks.stopping import ASK_SECONDS, MOST_STEPS, StopTogether
+from ngpt_train.training.hooks.stopping import ASK_SECONDS, MOST_STEPS, StopRequest, StopTogether
 
 
-@dataclass
 class Meeting:
     """Where the ranks' collectives meet; a rank that comes alone breaks it."""
 
-    size: int
-    barrier: threading.Barrier = field(init=False)
-    brought: list[Any] = field(init=False)
-    asked: int = 0
-
-    def __post_init__(self) -> None:
-        self.barrier, self.brought = threading.Barrier(self.size, timeout=10), [None] * self.size
+    def __init__(self, size: int) -> None:
+        self.size, self.asked = size, 0
+        self.barrier, self.brought = threading.Barrier(size, timeout=10), [None] * size
 
     def exchange(self, rank: int, item: Any) -> list[Any]:
         self.brought[rank] = item
@@ -32,18 +30,12 @@ class Meeting:
         return items
 
 
-@dataclass
 class Rank:
     """Stands for a World and a StopRequest; its clock goes on by what its steps take."""
 
-    rank: int
-    meeting: Meeting
-    told_at: float | None
-    seconds: float = 0.0
-
-    @property
-    def size(self) -> int:
-        return self.meeting.size
+    def __init__(self, rank: int, meeting: Meeting, told_at: float | None) -> None:
+        self.rank, self.meeting, self.told_at = rank, meeting, told_at
+        self.size, self.seconds = meeting.size, 0.0
 
     def largest(self, values: Sequence[float]) -> list[float]:
         self.meeting.asked += self.rank == 0
@@ -123,3 +115,23 @@ def test_steps_that_become_slow(quick_steps: int, late: int) -> None:
         ends, _ = trained(slower, [told_at, None], last=2_000)
         slow_steps = math.ceil((told_at - 1e-3 * quick_steps) / 5)
         assert 0 <= ends[0][0] - quick_steps - slow_steps < (late if told_at < 5 * late else 1)
+
+
+def test_stop_request_ignores_the_launchers_echo() -> None:
+    """torchrun passes on the Ctrl-C that the terminal has sent to its workers as well."""
+    before = signal.getsignal(signal.SIGINT)
+    with StopRequest(None) as stop:
+        assert stop.reason is None
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.reason == "stopped by SIGINT"
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.reason == "stopped by SIGINT"
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_time_limit() -> None:
+    stop = StopRequest(0.05 / 3600)
+    assert stop.reason is None
+    time.sleep(0.06)
+    assert stop.reason == "stopped by run.max_time"
