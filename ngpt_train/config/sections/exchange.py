@@ -11,7 +11,7 @@ from ngpt_train.config.keys import AUTO, CheckpointKeys, Conflict, VerbKeys, key
 if TYPE_CHECKING:
     from ngpt_train.config.schema import Config
 
-# The names of interop/layouts/layout.py, which cannot be imported before torch; a test compares them.
+# The names of interop/layouts/, which cannot be imported before torch; a test compares them.
 LAYOUTS = ("llama", "qwen3", "ngpt", "safetensors")
 
 

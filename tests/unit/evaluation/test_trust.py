@@ -24,7 +24,7 @@ READERS = {
     "config/stored.py": "defines it",
     "evaluation/averaging.py": "compared",
     "evaluation/restore.py": "model; generate and export use no more, `combine` takes the text",
-    "interop/foreign_model.py": "model; the rest becomes the config of the imported run, which `taken` guards in turn",
+    "interop/importing.py": "model; the rest becomes the config of the imported run, which `taken` guards in turn",
     "study/audit/auditing.py": "compared; taken",
     "study/audit/record_checks.py": "compared",
     "study/compare/step_times.py": "taken",

@@ -19,7 +19,7 @@ def write(model: Decoder, layout: Layout, folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     foreign = layout.to_foreign(export_weights(model), model.config)
     save_file(foreign, folder / "model.safetensors", metadata={"format": "pt"})
-    for file in layout.files():
+    for file in layout.files:
         shutil.copy(file, folder)
     return folder
 

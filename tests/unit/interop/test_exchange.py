@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ngpt_train.config import load_config
+from ngpt_train.config.places import check_free
 from ngpt_train.config.sections.data import TokenizerConfig
 from ngpt_train.config.sections.exchange import ExportConfig
 from ngpt_train.core.errors import ConfigError, DataError
@@ -20,13 +21,11 @@ from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer
 from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.restore import Restored, named, restore
 from ngpt_train.interop import exporting, verification
-from ngpt_train.interop.card import plain
-from ngpt_train.interop.exporting import export
-from ngpt_train.interop.foreign_model import Imported, read_model
-from ngpt_train.interop.imported_run import write_run
-from ngpt_train.interop.layouts.layout import chosen_layout
+from ngpt_train.interop.exporting import export, plain
+from ngpt_train.interop.importing import Imported, read_model, write_run
+from ngpt_train.interop.layouts import chosen_layout
 from ngpt_train.interop.layouts.llama import LlamaLayout, to_half
-from ngpt_train.interop.tokenizers.tokenizer_files import write_tokenizers
+from ngpt_train.interop.tokenizer_files import write_tokenizers
 from ngpt_train.models import build_model, export_weights
 from ngpt_train.training.guards import NumericalError
 from tests.properties.architectures import error
@@ -173,7 +172,7 @@ def test_nothing_is_overwritten(what: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"export.out=.*\n  Name a new directory"):
         exported(run, out)
     with pytest.raises(ConfigError, match=r"import.out=.*\n  Name a new directory"):
-        exporting.check_free("import.out", out)
+        check_free("import.out", out)
 
 
 @pytest.mark.parametrize("out", [".", "nowhere/.."])
@@ -181,9 +180,9 @@ def test_a_path_without_a_name(out: str, tmp_path: Path, monkeypatch: pytest.Mon
     """Caught: a traceback, and directories that are left, for the directory that the user stands in."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"export.out=.*: a path without a name at its end\n  Name a new directory"):
-        exporting.check_free("export.out", Path(out))
+        check_free("export.out", Path(out))
     with pytest.raises(ConfigError, match=r"import.out=model"):
-        exporting.check_free("import.out", Path(out))
+        check_free("import.out", Path(out))
     assert not any(tmp_path.iterdir())
 
 

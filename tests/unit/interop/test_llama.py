@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.interop.layouts import llama_arithmetic
-from ngpt_train.interop.layouts.layout import chosen_layout, layout_of
-from ngpt_train.interop.layouts.llama import LlamaLayout, Qwen3Layout, to_half
+from ngpt_train.interop.layouts import LAYOUTS, chosen_layout
+from ngpt_train.interop.layouts.llama import LlamaLayout, logits_of_transformers, to_half
 from ngpt_train.interop.safetensors_files import write_tensors
 from ngpt_train.models import build_model, export_weights, load_weights
 from ngpt_train.models.decoder import Decoder
@@ -54,7 +53,7 @@ def test_logits_of_transformers(options: dict[str, Any], tmp_path: Path) -> None
     transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
     config = small(**options)
     model, weights = jittered(config)
-    layout = layout_of(config)
+    layout = chosen_layout("auto", config)
     assert layout.name == ("qwen3" if config.qk_norm else "llama")
     (tmp_path / "config.json").write_text(json.dumps(layout.config_json(config)))
     write_tensors(tmp_path, layout.to_foreign(weights, config), 1e9)
@@ -64,7 +63,7 @@ def test_logits_of_transformers(options: dict[str, Any], tmp_path: Path) -> None
     rows = torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         found = exported(rows).logits
-        assert torch.equal(found, llama_arithmetic.logits(weights, config, rows))
+        assert torch.equal(found, logits_of_transformers(weights, config, rows))
         # Of about 20 roundings of 2^-24, on logits of some 5.
         torch.testing.assert_close(found, model(rows), rtol=0, atol=1e-4)
         assert found.abs().max() > 1
@@ -75,7 +74,7 @@ def test_round_trip(options: dict[str, Any]) -> None:
     """Caught: an import that permutes rows the wrong way, or loses an option: every bit comes back."""
     config = small(**options)
     _, weights = jittered(config)
-    layout = layout_of(config)
+    layout = chosen_layout("auto", config)
     there = layout.config_json(config)
     keys, back = layout.from_foreign(json.loads(json.dumps(there)), layout.to_foreign(weights, config))
     assert back.keys() == weights.keys()
@@ -187,7 +186,7 @@ def test_biases_are_named() -> None:
 )
 def test_layouts(config: Any, auto: str | None, named: str, message: str) -> None:
     """Caught: a model written in a layout whose equations are others."""
-    assert auto is None or layout_of(config).name == auto
+    assert auto is None or chosen_layout("auto", config).name == auto
     with pytest.raises(ConfigError, match=f"export.layout={named}: {message}"):
         chosen_layout(named, config)
 
@@ -195,7 +194,5 @@ def test_layouts(config: Any, auto: str | None, named: str, message: str) -> Non
 def test_names_of_layouts() -> None:
     """Caught: a layout that export.layout does not offer."""
     from ngpt_train.config.sections.exchange import LAYOUTS as OFFERED
-    from ngpt_train.interop.layouts.layout import LAYOUTS
 
     assert tuple(LAYOUTS) == OFFERED
-    assert Qwen3Layout().refusal(small(qk_norm=True)) is None
