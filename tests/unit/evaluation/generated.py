@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from ngpt_train.config.sections.generation import GenerateConfig
-from ngpt_train.evaluation.generation.tokens import continue_rows, row_of
+from ngpt_train.evaluation.sampling import continue_rows, row_of
 from ngpt_train.models import Decoder
 from ngpt_train.models.decoding import Recomputed, cached
 

@@ -12,7 +12,7 @@ from ngpt_train.data import Tokens
 from ngpt_train.data.rows import NextToken, RowFormat
 from ngpt_train.distributed.world import World
 from ngpt_train.evaluation import validation
-from ngpt_train.evaluation.generation.sampling import sample
+from ngpt_train.evaluation.sampling import sample
 from ngpt_train.evaluation.validation import Validation, unigram_loss
 from ngpt_train.models import Decoder, build_model
 from ngpt_train.models.ngpt.keys import NGPTConfig

@@ -14,14 +14,12 @@ from ngpt_train.config.sections.generation import GenerateConfig
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer
 from ngpt_train.data.tokenizers.words import WordsTokenizer
-from ngpt_train.evaluation.generation.coming_text import REPLACEMENT, ComingText
-from ngpt_train.evaluation.generation.continued_prompts import Texts
-from ngpt_train.evaluation.generation.prompts import read_prompts
-from ngpt_train.evaluation.generation.sampling import restricted, sample
+from ngpt_train.evaluation.continued_prompts import REPLACEMENT, ComingText, Texts
+from ngpt_train.evaluation.sampling import restricted, sample
 from ngpt_train.models import Decoder, build_model
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.gpt_encoder_decoder.keys import GPTEncoderDecoderConfig
-from ngpt_train.verbs.generate import note_spaces
+from ngpt_train.verbs.generate import note_spaces, read_prompts
 from tests.unit.evaluation.generated import generate
 
 BYTES = BytesTokenizer()

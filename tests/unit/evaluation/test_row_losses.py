@@ -15,8 +15,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.data import Tokens
 from ngpt_train.distributed.world import World
-from ngpt_train.evaluation.evaluations import Evaluations, RowFiles, rows_within_budget
-from ngpt_train.evaluation.validation import RowLosses, hash_of
+from ngpt_train.evaluation.validation import Evaluations, RowFiles, RowLosses, hash_of, rows_within_budget
 from ngpt_train.models import Decoder, build_model
 from ngpt_train.models.ngpt.keys import NGPTConfig
 

@@ -19,8 +19,8 @@ from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer
 from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.tasks import task_files
+from ngpt_train.evaluation.tasks.adapter import Scored, log_likelihoods
 from ngpt_train.evaluation.tasks.run_tasks import TaskResults, Tasks
-from ngpt_train.evaluation.tasks.scoring import Scored, log_likelihoods
 from ngpt_train.models import Decoder, build_model
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.gpt_encoder_decoder.keys import GPTEncoderDecoderConfig

@@ -15,8 +15,7 @@ from ngpt_train.core.errors import ConfigError
 from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.restore import named, restore
-from ngpt_train.evaluation.tasks.adapter import Adapter
-from ngpt_train.evaluation.tasks.scoring import Scored, log_likelihoods
+from ngpt_train.evaluation.tasks.adapter import Adapter, Scored, log_likelihoods
 from ngpt_train.interop.exporting import export
 from ngpt_train.interop.importing import Imported, write_run
 from ngpt_train.interop.layouts import chosen_layout

@@ -22,8 +22,7 @@ from ngpt_train.study.compare.runs import Run
 READERS = {
     "analysis/run_contents.py": "model",
     "config/stored.py": "defines it",
-    "evaluation/averaging.py": "compared",
-    "evaluation/restore.py": "model; generate and export use no more, `combine` takes the text",
+    "evaluation/restore.py": "model, compared; generate and export use no more, `combine` takes the text",
     "interop/importing.py": "model; the rest becomes the config of the imported run, which `taken` guards in turn",
     "study/audit/auditing.py": "compared; taken",
     "study/audit/record_checks.py": "compared",
