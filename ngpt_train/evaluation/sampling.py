@@ -74,7 +74,7 @@ def continue_rows(
     config: GenerateConfig,
     eos: int,
     vocab_size: int,
-    stops: Callable[[int, int], bool] = lambda row, token: False,
+    stops: Callable[[int, int], bool],
 ) -> None:
     """Continues each row until it has an `end`.
 
