@@ -21,8 +21,8 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.secrets import command_of, redacted
 from ngpt_train.data import open_dataset
 from ngpt_train.distributed.world import World, join_world
-from ngpt_train.evaluation.evaluations import Evaluations
 from ngpt_train.evaluation.restore import Restored, Trained, check_overrides, named, restore
+from ngpt_train.evaluation.validation import Evaluations
 from ngpt_train.training.checkpoint.catalogue import step_of
 from ngpt_train.verbs.evaluate import combine
 

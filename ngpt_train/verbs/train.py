@@ -25,9 +25,9 @@ from ngpt_train.data.tokenizers import read_tokenizer
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.distributed.layouts import PRECISIONS, resolve_precision
 from ngpt_train.distributed.world import World, join_world, resolve_device
-from ngpt_train.evaluation.evaluations import Evaluations
 from ngpt_train.evaluation.in_training import tasks_of
 from ngpt_train.evaluation.trust import note_names
+from ngpt_train.evaluation.validation import Evaluations
 from ngpt_train.observe import build_sinks
 from ngpt_train.observe.telemetry.collector import Telemetry
 from ngpt_train.optim.optimizer import round_to_bf16_

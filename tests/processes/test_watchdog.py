@@ -82,7 +82,7 @@ def test_a_long_validation_is_no_hang(tmp_path: Path, corpus: Path) -> None:
     program = tmp_path / "slow.py"
     program.write_text(
         "import sys, time\n"
-        "from ngpt_train.evaluation.evaluations import Evaluations\n"
+        "from ngpt_train.evaluation.validation import Evaluations\n"
         "from ngpt_train.__main__ import main\n"
         "losses = Evaluations.row_losses\n"
         "def slow(self, model, world, last):\n"

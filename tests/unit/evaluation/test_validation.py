@@ -14,9 +14,18 @@ from ngpt_train.config import load_config
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.data import Tokens
+from ngpt_train.data.rows import NextToken, RowFormat
 from ngpt_train.distributed.world import World
-from ngpt_train.evaluation.evaluations import Evaluations, RowFiles, rows_within_budget
-from ngpt_train.evaluation.validation import RowLosses, hash_of
+from ngpt_train.evaluation import validation
+from ngpt_train.evaluation.validation import (
+    Evaluations,
+    RowFiles,
+    RowLosses,
+    Validation,
+    hash_of,
+    rows_within_budget,
+    unigram_loss,
+)
 from ngpt_train.models import Decoder, build_model
 from ngpt_train.models.ngpt.keys import NGPTConfig
 
@@ -45,27 +54,24 @@ def evaluations(*options: str) -> Evaluations:
     return Evaluations(held_out(), np.full(V, 2), config(*options))
 
 
-@pytest.mark.parametrize("context", [4, 8, 16])
 @torch.no_grad()
-def test_rows_in_fp64(context: int) -> None:
-    """Each row's sum and count against the logits, at every context. Caught: a loss of another row, a mean, rows of
-    another order, the training context's positions."""
+def test_rows_in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row's sum and count against the logits, at every context, in chunks of which the last is filled up. Caught:
+    a loss of another row, a mean, rows of another order, the training context's positions, a filler that counts."""
+    monkeypatch.setattr(validation, "CHUNK_TOKENS", 24)
     found = evaluations("eval.rows=1000", "eval.contexts=[4,16]").row_losses(model(), ALONE)
     opened = np.r_[0, IDS].astype(np.int64)
-    rows = [opened[i : i + context + 1] for i in range(0, 200 - 200 % context, context)]
-    expected, counts = [], []
-    for row in rows:
-        log_p = model()(torch.from_numpy(row[None, :-1])).log_softmax(-1)[0]
-        expected.append(-float(log_p.gather(1, torch.from_numpy(row[1:, None])).sum()))
-        counts.append(context)
-    if 200 % context:  # the last row begins earlier, and no target counts twice
-        row = opened[200 - context :]
-        log_p = model()(torch.from_numpy(row[None, :-1])).log_softmax(-1)[0]
-        losses = -log_p.gather(1, torch.from_numpy(row[1:, None]))
-        expected.append(float(losses[-(200 % context) :].sum()))
-        counts.append(200 % context)
-    assert found[context].n_targets.tolist() == counts
-    np.testing.assert_allclose(found[context].loss_sum, expected, rtol=1e-12)
+    for context in (4, 8, 16):
+        rows = [opened[i : i + context + 1] for i in range(0, 200 - 200 % context, context)]
+        counts = [context] * len(rows)
+        if 200 % context:  # the last row begins earlier, and no target counts twice
+            rows, counts = [*rows, opened[200 - context :]], [*counts, 200 % context]
+        expected = []
+        for row, n in zip(rows, counts, strict=True):
+            log_p = model()(torch.from_numpy(row[None, :-1])).log_softmax(-1)[0]
+            expected.append(-float(log_p.gather(1, torch.from_numpy(row[1:, None]))[-n:].sum()))
+        assert found[context].n_targets.tolist() == counts
+        np.testing.assert_allclose(found[context].loss_sum, expected, rtol=1e-12)
 
 
 def test_metrics_are_those_of_the_rows(tmp_path: Path) -> None:
@@ -165,26 +171,23 @@ def test_a_thousandth_of_a_nat_is_seen(tmp_path: Path, monkeypatch: pytest.Monke
     assert (paired["a"]["loss_sum"] / n).std() / math.sqrt(len(n)) > 4 * difference
 
 
-class Recorded:
-    """A run directory with eval records of some steps."""
-
-    def __init__(self, path: Path, *steps: int) -> None:
-        self.metrics = path / "metrics.jsonl"
-        self.metrics.write_text("".join(json.dumps({"kind": "eval", "step": step}) + "\n" for step in steps))
-        self.directory = path / "evals"
-        self.files = RowFiles(self.directory, self.metrics, context=CONTEXT)
-
-    def names(self) -> list[str]:
-        return sorted(path.name for path in self.directory.iterdir())
-
-
 def test_files_are_those_of_the_records(tmp_path: Path) -> None:
     """Caught: files of steps that a resume has cut off, a repeated validation that overwrites the first one, files of
     others, as of an evaluate.out in this directory, that a resume deletes."""
-    first = Recorded(tmp_path)
+
+    def recorded(*steps: int) -> RowFiles:
+        """Of a run with eval records of these steps."""
+        metrics = tmp_path / "metrics.jsonl"
+        metrics.write_text("".join(json.dumps({"kind": "eval", "step": step}) + "\n" for step in steps))
+        return RowFiles(tmp_path / "evals", metrics, context=CONTEXT)
+
+    def names() -> list[str]:
+        return sorted(path.name for path in (tmp_path / "evals").iterdir())
+
+    first = recorded()
     for step in (0, 5, 10):
-        first.files.write(step, {8: losses(step, 3), 2048: losses(step, 3)})
-    assert first.names()[:3] == ["step_00000000.npz", "step_00000000_context_2048.npz", "step_00000005.npz"]
+        first.write(step, {8: losses(step, 3), 2048: losses(step, 3)})
+    assert names()[:3] == ["step_00000000.npz", "step_00000000_context_2048.npz", "step_00000005.npz"]
     for name in (".step_00000005.npz.partial", ".step_00000010.npz.partial"):
         (tmp_path / "evals" / name).write_bytes(b"killed")
     others = ["averaged.json", "averaged.npz"]
@@ -192,14 +195,14 @@ def test_files_are_those_of_the_records(tmp_path: Path) -> None:
         (tmp_path / "evals" / name).write_bytes(b"somebody's")
     before = (tmp_path / "evals/step_00000005.npz").read_bytes()
 
-    resumed = Recorded(tmp_path, 0, 5)
-    kept = [name for name in resumed.names() if "context" not in name]
-    assert kept == [*others, "step_00000000.npz", "step_00000005.npz"]
-    resumed.files.write(5, {8: losses(1, 3)})
+    resumed = recorded(0, 5)
+    assert [name for name in names() if "context" not in name] == [*others, "step_00000000.npz", "step_00000005.npz"]
+    resumed.write(5, {8: losses(1, 3)})
     assert (tmp_path / "evals/step_00000005.npz").read_bytes() == before
-    resumed.files.write(10, {8: losses(10, 3)})
-    assert "step_00000010.npz" in resumed.names()
-    assert Recorded(tmp_path).names() == others
+    resumed.write(10, {8: losses(10, 3)})
+    assert "step_00000010.npz" in names()
+    recorded()
+    assert names() == others
 
 
 def test_equal_losses_are_equal_bytes(tmp_path: Path) -> None:
@@ -209,3 +212,12 @@ def test_equal_losses_are_equal_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     replace(losses(1), rows_hash="f" * 16).write(tmp_path / "b")
     assert (tmp_path / "a").read_bytes() != (tmp_path / "b").read_bytes()
+
+
+def test_unigram_loss() -> None:
+    def rows(ids: list[int]) -> NextToken:
+        return NextToken(Tokens("validation", Path("tokens"), [np.array(ids, np.uint16)], eos=0), RowFormat(8, eos=0))
+
+    held_out = Validation(rows([1, 2] * 8), np.ones(3), np.arange(2))
+    expected = -(math.log(61 / 83) + math.log(21 / 83)) / 2
+    assert unigram_loss(rows([1, 1, 1, 2] * 20), held_out, 3) == pytest.approx(expected)

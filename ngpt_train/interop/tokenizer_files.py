@@ -13,7 +13,7 @@ from ngpt_train.data.tokenizers import read_tokenizer, write_tokenizer
 from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from ngpt_train.data.tokenizers.sentence_piece import SentencePieceTokenizer
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
-from ngpt_train.interop.tokenizers.counterparts import NoCounterpartError, tokenizer_json
+from ngpt_train.interop.tokenizer_json import NoCounterpartError, tokenizer_json
 
 OWN = "ngpt_train_tokenizer"  # the folder of our own files, in the form of a checkpoint
 DESCRIPTION = "tokenizer.json"  # in that folder
