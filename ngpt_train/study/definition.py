@@ -1,4 +1,5 @@
-"""The definition of a study: arms, budgets, seeds and tuned keys, from the section `study` of the configuration.
+"""The definition of a study: arms, budgets, seeds and tuned keys, from the section `study` of the configuration, and
+its file, study.yaml.
 
 No heavy import stands here, so mistakes are reported at once.
 """
@@ -7,10 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from ngpt_train.config.architectures import all_keys
 from ngpt_train.config.arguments import is_of_study
@@ -18,10 +21,13 @@ from ngpt_train.config.composition.overrides import parse_row
 from ngpt_train.config.composition.yaml_files import Files
 from ngpt_train.config.sections.studies import StudyConfig
 from ngpt_train.config.validate import check_leaf, did_you_mean, mistake, nearest, show
-from ngpt_train.core.secrets import command_of
+from ngpt_train.core.errors import DataError
+from ngpt_train.core.files import read_yaml_text, write_atomically
+from ngpt_train.core.secrets import command_of, redacted
 
 Value = float | int | str | bool | None  # of a tuned key
 
+FILE = "study.yaml"
 LR = "optim.lr"
 SAME_BUDGET = 0.02  # budgets within this share are one: rounding to whole steps moves them apart
 # Keys that the study sets for each run, each with the reason.
@@ -101,7 +107,7 @@ def read_study(
 ) -> Study:
     """The study of the section `config`, started by `verb` with these `arguments` and `options`. Raises ConfigError.
 
-    `composition.py` checks the values of the keys later, when it composes the arms' configurations.
+    `points.Runs` checks the values of the keys later, when it composes the arms' configurations.
     """
     groups = Files(config_dir_of(options)).options
     chosen = next((a.partition("=")[2].strip() for a in arguments if name_of(a) == "study"), "null")
@@ -125,7 +131,11 @@ def read_study(
         for argument in row:
             if why := _DECIDED.get(name_of(argument)):
                 raise mistake(f"{argument}: not for the runs of a study: {why}", "Leave it out", place=f"in {place}")
-    _check_numbers(config)
+    for key, values, example in (("budgets", config.budgets, "[409600,819200]"), ("seeds", config.seeds, "[0,1,2]")):
+        if not values:
+            raise mistake(f"study.{key}=[]: empty, and no run is asked for", f"For example study.{key}={example}")
+        if len(set(values)) < len(values):
+            raise mistake(f"study.{key}={show(values)}: one of them is there twice", "Name each once")
     return Study(
         name=name,
         root=Path(config.root).expanduser(),
@@ -190,10 +200,38 @@ def _check_decided(given: Sequence[str], arms: Mapping[str, Sequence[str]], tune
                 raise mistake(f"{argument}: arm {arm} has {own[0]}; the arms differ in it", fix)
 
 
-def _check_numbers(config: StudyConfig) -> None:
-    for name, values in {"budgets": config.budgets, "seeds": config.seeds}.items():
-        if not values:
-            example = {"budgets": "[409600,819200]", "seeds": "[0,1,2]"}[name]
-            raise mistake(f"study.{name}=[]: empty, and no run is asked for", f"For example study.{name}={example}")
-        if len(set(values)) < len(values):
-            raise mistake(f"study.{name}={show(values)}: one of them is there twice", "Name each once")
+def tree_of(study: Study) -> dict[str, Any]:
+    """The content of study.yaml, with its secrets."""
+    tune = {key: list(tuned.values) if tuned.values else tuned.factor for key, tuned in study.tune.items()}
+    return {name: value for name, value in asdict(study).items() if name not in ("name", "root")} | {"tune": tune}
+
+
+def write_study(study: Study) -> None:
+    """Writes study.yaml."""
+    study.path.mkdir(parents=True, exist_ok=True)
+    text = yaml.safe_dump(redacted(tree_of(study)), sort_keys=False, allow_unicode=True)
+    write_atomically(study.path / FILE, text.encode())
+
+
+def read_stored(directory: Path) -> Study:
+    """The study of a directory. Raises DataError if its study.yaml is missing or damaged."""
+    path = directory / FILE
+    try:
+        tree = yaml.safe_load(read_yaml_text(path))
+        return Study(
+            name=directory.name,
+            root=directory.parent,
+            baseline=str(tree["baseline"]),
+            arms={str(arm): tuple(map(str, row)) for arm, row in tree["arms"].items()},
+            shared=tuple(map(str, tree["shared"])),
+            budgets=tuple(map(int, tree["budgets"])),
+            tune={str(k): Tuned(x) if k == LR else Tuned(values=tuple(x)) for k, x in tree["tune"].items()},
+            seeds=tuple(map(int, tree["seeds"])),
+            metric=str(tree["metric"]),
+            confidence=float(tree["confidence"]),
+            max_points=int(tree["max_points"]),
+            options=tuple(map(str, tree["options"])),
+            command=str(tree["command"]),
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
+        raise DataError(f"{path} is missing or damaged: {' '.join(str(error).split())}. Restore it.") from None

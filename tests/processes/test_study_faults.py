@@ -13,10 +13,8 @@ import pytest
 
 from ngpt_train.config import load_config
 from ngpt_train.config.arguments import arguments_of
-from ngpt_train.study.composition import Runs
-from ngpt_train.study.definition import Study, read_study
-from ngpt_train.study.definition_file import write_study
-from ngpt_train.study.engines import Job
+from ngpt_train.study.definition import Study, read_study, write_study
+from ngpt_train.study.points import Runs
 from ngpt_train.study.tuning import next_points
 from ngpt_train.verbs.transfer import study_of_sizes
 from tests.processes import fork_server, runs
@@ -85,7 +83,7 @@ def transferred(tmp_path: Path, corpus: Path, root: Path) -> tuple[list[str], St
             config = of_study.config(point)
             model, training = replace(config.model, vocab_size=257), replace(config.train, precision="fp32")
             config = replace(config, model=model, train=training)  # as a run finds them out
-            leave(Job(point, study.runs / point.directory, ()), of_study, {}, loss, config)
+            leave(of_study, point, {}, loss, config)
     return given, study, left
 
 
