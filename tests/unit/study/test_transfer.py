@@ -2,8 +2,11 @@
 
 import json
 import math
+import os
 import shlex
+import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +21,11 @@ from ngpt_train.study import runner
 from ngpt_train.study.cost import ArmSize
 from ngpt_train.study.definition import Study, Tuned, read_stored, write_study
 from ngpt_train.study.drift import Drift, Rate, axes_of, fit_drift, read_optima
-from ngpt_train.study.transfer_report import table_entries
+from ngpt_train.study.points import Point, Runs
+from ngpt_train.study.transfer_report import left_out, table_entries
 from ngpt_train.verbs.transfer import arms_of_sizes
 from tests.planted_runs import write_run
+from tests.unit.study.small_study import FakeEngine, leave
 
 WIDTHS, BUDGETS, SEEDS = (32, 64, 128), (25_600, 51_200), (0, 1)
 TOKENS = 512  # of a step at scale=debug
@@ -32,17 +37,17 @@ def optimum(width: int, budget: int) -> float:
     return OPTIMUM * (width / 64) ** -0.5
 
 
-def planted(root: Path, edge: int | None = None) -> Path:
-    """A study of nGPT at three widths and two budgets; at the width `edge` the best rate is the highest."""
+def planted(root: Path, budgets: tuple[int, ...] = BUDGETS, edge: int | None = None) -> Path:
+    """A study of nGPT at three widths; at the width `edge` the best rate is the highest."""
     rng = np.random.default_rng(0)
     arms: dict[str, tuple[str, ...]] = {
         f"ngpt-d{width}-L2": (f"model.d_model={width}", f"model.n_heads={width // 32}") for width in WIDTHS
     }
     shared = ("model=ngpt", "scale=debug")
-    study = Study("planted", root, "ngpt-d32-L2", arms, shared, BUDGETS, {"optim.lr": Tuned(2.0)}, SEEDS)
+    study = Study("planted", root, "ngpt-d32-L2", arms, shared, budgets, {"optim.lr": Tuned(2.0)}, SEEDS)
     write_study(study)
     for width, (arm, row) in zip(WIDTHS, arms.items(), strict=True):
-        for budget in BUDGETS:
+        for budget in budgets:
             steps, best = budget // TOKENS, optimum(width, budget)
             said = [*shared, *row, f"train.steps={steps}"]
             config = dict(flatten(to_dict(load_config(said, world_size=1)), TABLES))
@@ -50,8 +55,8 @@ def planted(root: Path, edge: int | None = None) -> Path:
             for octave in range(-2, 1 if width == edge else 3):
                 for seed in SEEDS:
                     lr = float(f"{OPTIMUM * 2.0**octave:.6g}")
-                    far = 3.0 if width == edge else math.log2(lr / best)
-                    loss = 3 + 0.1 * (far if width != edge else 3 - octave) ** 2 + rng.normal(0, 0.002)
+                    far = 3 - octave if width == edge else math.log2(lr / best)
+                    loss = 3 + 0.1 * far**2 + rng.normal(0, 0.002)
                     path = study.runs / f"{arm}-{budget}-lr{lr:g}-seed{seed}"
                     write_run(path, "ngpt", steps, seed, loss, lr, config=config | {"run.seed": seed, "optim.lr": lr})
     return study.path
@@ -159,12 +164,14 @@ def test_a_planted_drift(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_an_untuned_size_is_left_out_and_said(tmp_path: Path) -> None:
     """Caught: a best value at the edge of its grid in the fit, or as an entry of a table."""
-    optima = read_optima([planted(tmp_path, edge=128)])
-    for axis in axes_of(optima, 0.5)[:2]:
-        assert [one.width for one in axis.points] == [32, 64]
-        assert axis.drift is not None
-        assert axis.drift.octaves == pytest.approx(-0.5, abs=0.1)
-    assert [one.tuning.state for one in optima.found if one.width == 128] == ["edge", "edge"]
+    optima = read_optima([planted(tmp_path, BUDGETS[:1], edge=128)])
+    (axis,) = axes_of(optima, 0.5)
+    assert [one.width for one in axis.points] == [32, 64]
+    assert axis.drift is not None
+    assert axis.drift.octaves == pytest.approx(-0.5, abs=0.1)
+    assert [one.tuning.state for one in optima.found] == ["bracketed", "bracketed", "edge"]
+    (said,) = left_out(optima)
+    assert said.startswith("ngpt, width 128, 2 layers, 25,600 tokens is left out: untuned")
     assert not any("width 128" in entry for entry in table_entries(optima))
 
 
@@ -197,16 +204,38 @@ def test_mistakes(arguments: list[str], words: list[str], capsys: pytest.Capture
     assert all(word in said for word in words), said
 
 
-def test_a_transfer_that_is_interrupted_writes_nothing(
+def test_a_transfer_that_is_interrupted_is_completed_by_the_same_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Caught: a report of the runs that had ended; an error because none had; a stored command that is `study`'s."""
+    """Caught: a report of the runs that had ended; an error because none had; a stored command that is `study`'s; arms
+    that are others at the next start; a report that is not written at the end."""
     monkeypatch.setattr(runner, "measure", lambda configs, *_: dict.fromkeys(configs, ArmSize(1, 1, None, "")))
-    monkeypatch.setattr(runner.Runner, "complete", lambda self: False)
-    given = ["model=ngpt", "scale=debug", "data=embedded", "tokenizer=bytes", "study.budgets=[51200]"]
-    given += ["transfer.widths=[32,64]", f"study.root={tmp_path}"]
-    assert main(["transfer", *given]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("interrupted: 0 runs have ended")
-    assert sorted(x.name for x in (tmp_path / "transfer-ngpt-debug").iterdir()) == ["lock", "study.yaml"]
-    stored = shlex.split(read_stored(tmp_path / "transfer-ngpt-debug").command)
-    assert stored == ["python", "-m", "ngpt_train", "transfer", *given]
+    monkeypatch.setattr(runner, "local_engine", lambda config, gpus, cores, runs: engine)
+    given = [
+        "model=ngpt",
+        "scale=debug",
+        "data=embedded",
+        "tokenizer=bytes",
+        "study.budgets=[51200]",
+        "study.seeds=[0]",
+    ]
+    given += ["transfer.widths=[32,64]", f"study.root={tmp_path}", "train.device=cpu"]
+    root = tmp_path / "transfer-ngpt-debug"
+    seen: list[list[str]] = []
+
+    def outcome(_: Any, point: Point, attempt: int) -> tuple[int | None, str]:
+        runs = Runs(read_stored(root))
+        if not seen:
+            os.kill(os.getpid(), signal.SIGINT)
+            leave(runs, point, {"reason": "stopped by SIGTERM", "step": 3})
+        else:
+            leave(runs, point, {}, 3 + (math.log2(float(dict(point.values)["optim.lr"]) / 0.02)) ** 2)
+        return 0, ""
+
+    for last_line in ("interrupted: 0 runs have ended", "written to"):
+        engine = FakeEngine(None, outcome)
+        assert main(["transfer", *given]) == 0
+        seen.append(capsys.readouterr().out.splitlines())
+        assert seen[-1][-1].startswith(last_line)
+        assert (root / "transfer" / "transfer.json").exists() == (last_line == "written to")
+    assert shlex.split(read_stored(root).command) == ["python", "-m", "ngpt_train", "transfer", *given]
