@@ -80,9 +80,8 @@ def rehearsal(
         for point in wanted:
             values = dict(point.values)
             loss = 3 + 0.05 * loss_of(log2(float(str(values[LR])) / starts(point.arm, point.budget)))
-            for key, tuned in study.tune.items():
-                if key != LR:
-                    loss += 0.01 * tuned.values.index(values[key])
+            for key, listed in study.listed.items():
+                loss += 0.01 * listed.index(values[key])
             loss += 0.003 * study.seeds.index(point.seed)
             results[point] = Result(point, DONE, loss, "", Path())
     return Counter((point.arm, point.budget) for point in results)

@@ -47,14 +47,6 @@ _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass(frozen=True)
-class Tuned:
-    """The search for a key's value: by a factor around the recipe's value, or among listed values."""
-
-    factor: float | None = None
-    values: tuple[Value, ...] = ()
-
-
-@dataclass(frozen=True)
 class Study:
     """A comparison of arms. Arms and `shared` are arguments of `train`."""
 
@@ -64,7 +56,7 @@ class Study:
     arms: dict[str, tuple[str, ...]]
     shared: tuple[str, ...]
     budgets: tuple[int, ...]  # tokens, ascending
-    tune: dict[str, Tuned]  # optim.lr first
+    tune: dict[str, Any]  # optim.lr first: the factor between neighbours. Of a further key the tuple of its values
     seeds: tuple[int, ...]
     metric: str = "loss"  # or bits_per_byte
     confidence: float = 0.95
@@ -79,6 +71,11 @@ class Study:
     @property
     def runs(self) -> Path:
         return self.path / "runs"
+
+    @property
+    def listed(self) -> dict[str, tuple[Value, ...]]:
+        """The values of the further tuned keys."""
+        return {key: values for key, values in self.tune.items() if key != LR}
 
     @property
     def config_dir(self) -> str | None:
@@ -162,9 +159,9 @@ def _row(content: Any, groups: Mapping[str, Sequence[str]], place: str) -> tuple
     return row
 
 
-def _tuned(table: Mapping[str, Any]) -> dict[str, Tuned]:
+def _tuned(table: Mapping[str, Any]) -> dict[str, Any]:
     """`study.tune`. optim.lr comes first and is always tuned. Raises ConfigError."""
-    tuned = {LR: Tuned(factor=float(table.get(LR, 2.0)))}
+    tuned: dict[str, Any] = {LR: float(table.get(LR, 2.0))}
     keys = all_keys()
     for name, values in table.items():
         if name == LR:
@@ -176,7 +173,7 @@ def _tuned(table: Mapping[str, Any]) -> dict[str, Tuned]:
             raise mistake(f"study.tune: {name}: {why}", "Leave it out")
         if len({text_of(value) for value in values}) < len(values):
             raise mistake(f"study.tune: {name}: {show(list(values))} has a value twice", "Name each once")
-        tuned[name] = Tuned(values=tuple(values))
+        tuned[name] = tuple(values)
     return tuned
 
 
@@ -186,7 +183,7 @@ def text_of(value: Value) -> str:
     return re.sub(r"[^A-Za-z0-9.+_-]", "_", text).replace("+", "")
 
 
-def _check_decided(given: Sequence[str], arms: Mapping[str, Sequence[str]], tune: Mapping[str, Tuned]) -> None:
+def _check_decided(given: Sequence[str], arms: Mapping[str, Sequence[str]], tune: Mapping[str, Any]) -> None:
     """Raises ConfigError for an argument whose key the study, its arms or its tuning set."""
     for argument in given:
         name = name_of(argument)
@@ -202,7 +199,7 @@ def _check_decided(given: Sequence[str], arms: Mapping[str, Sequence[str]], tune
 
 def tree_of(study: Study) -> dict[str, Any]:
     """The content of study.yaml, with its secrets."""
-    tune = {key: list(tuned.values) if tuned.values else tuned.factor for key, tuned in study.tune.items()}
+    tune = study.tune | {key: list(values) for key, values in study.listed.items()}
     return {name: value for name, value in asdict(study).items() if name not in ("name", "root")} | {"tune": tune}
 
 
@@ -225,7 +222,7 @@ def read_stored(directory: Path) -> Study:
             arms={str(arm): tuple(map(str, row)) for arm, row in tree["arms"].items()},
             shared=tuple(map(str, tree["shared"])),
             budgets=tuple(map(int, tree["budgets"])),
-            tune={str(k): Tuned(x) if k == LR else Tuned(values=tuple(x)) for k, x in tree["tune"].items()},
+            tune={str(key): x if key == LR else tuple(x) for key, x in tree["tune"].items()},
             seeds=tuple(map(int, tree["seeds"])),
             metric=str(tree["metric"]),
             confidence=float(tree["confidence"]),

@@ -102,8 +102,7 @@ class Runs:
 
     def first_point(self, arm: str, budget: int) -> Point:
         """The point with the recipe's learning rate, the first value of each further key, and the first seed."""
-        further = {key: tuned.values[0] for key, tuned in self.study.tune.items() if key != LR}
-        values = {LR: self.start(arm, budget), **further}
+        values = {LR: self.start(arm, budget), **{key: values[0] for key, values in self.study.listed.items()}}
         return Point(arm, budget, tuple(sorted(values.items())), self.study.seeds[0])
 
     def check(self) -> None:
@@ -124,7 +123,7 @@ class Runs:
             raise mistake(problem, f"Budgets within {SAME_BUDGET:.0%} of each other are one: name it once")
         first = self.first_point(arm, budget)
         self.config(first)
-        for key, value in [(key, v) for key, tuned in self.study.tune.items() for v in tuned.values[1:]]:
+        for key, value in [(key, value) for key, values in self.study.listed.items() for value in values[1:]]:
             self.config(replace(first, values=tuple(sorted((dict(first.values) | {key: value}).items()))))
         return steps
 

@@ -137,7 +137,7 @@ def _round(study: Study, arm: str, starts: Callable[[str, int], float], known: M
     sigma, _ = noise_between_seeds(known.values())
     points: list[Point] = []
     for number, budget in enumerate(study.budgets):
-        lattice = Lattice(starts(arm, budget), study.tune[LR].factor or 2.0)
+        lattice = Lattice(starts(arm, budget), study.tune[LR])
         if known[budget]:
             found = _next_of_budget(study, lattice, known[budget], sigma)
         elif points:
@@ -152,7 +152,7 @@ def _round(study: Study, arm: str, starts: Callable[[str, int], float], known: M
 def _beginning(study: Study, lattice: Lattice, budget: int, smaller: Mapping[int, Trials]) -> list[Values]:
     """The first points of a budget: a centre and its two neighbours in lr. Other keys have the best values of the
     smaller budgets, or the first listed values."""
-    centre: dict[str, Any] = {key: tuned.values[0] for key, tuned in study.tune.items() if tuned.values}
+    centre: dict[str, Any] = {key: values[0] for key, values in study.listed.items()}
     for trials in smaller.values():
         centre.update(best_values(trials) or ())
     lr = lattice.nearest(_expected_lr(budget, smaller) or lattice.start)
@@ -193,8 +193,8 @@ def _next_of_budget(study: Study, lattice: Lattice, trials: Trials, sigma: float
     outwards += [] if above else [lattice.above(line.values[-1])]
     if outer := [lr for lr in outwards if lr is not None][:room_in_line]:
         return [(_with(best, LR, lr), first) for lr in outer]
-    for key, tuned in study.tune.items():
-        of_key = [_with(best, key, value) for value in tuned.values][: study.max_points]
+    for key, listed in study.listed.items():
+        of_key = [_with(best, key, value) for value in listed][: study.max_points]
         if untried := [values for values in of_key if values not in trials][: max(0, room)]:
             return [(values, first) for values in untried]
     return []

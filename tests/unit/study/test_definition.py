@@ -13,7 +13,7 @@ from ngpt_train.config import ConfigError, load_config
 from ngpt_train.config.arguments import arguments_of
 from ngpt_train.config.composition.yaml_files import Files
 from ngpt_train.core.errors import DataError
-from ngpt_train.study.definition import Study, Tuned, read_stored, read_study, write_study
+from ngpt_train.study.definition import Study, read_stored, read_study, write_study
 from ngpt_train.study.points import Point, Runs, check_stored
 from tests.unit.study.small_study import YAML, options, study_of
 
@@ -66,7 +66,7 @@ def test_further_keys_and_an_explicit_factor(tmp_path: Path) -> None:
     """Caught: lr that is not tuned where another key is; a factor or values that are lost."""
     text = f"{YAML}tune: {{optim.weight_decay: [0.03, 0.1], optim.lr: 1.5}}\n".replace("ngpt: {model: ngpt}", "")
     study = study_of(tmp_path, text=text)
-    assert list(study.tune.items()) == [("optim.lr", Tuned(1.5)), ("optim.weight_decay", Tuned(values=(0.03, 0.1)))]
+    assert list(study.tune.items()) == [("optim.lr", 1.5), ("optim.weight_decay", (0.03, 0.1))]
     only = study_of(tmp_path, text=text.replace(", optim.lr: 1.5", ""))
     assert list(only.tune) == ["optim.lr", "optim.weight_decay"]
 

@@ -19,7 +19,7 @@ from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.validate import flatten
 from ngpt_train.study import runner
 from ngpt_train.study.cost import ArmSize
-from ngpt_train.study.definition import Study, Tuned, read_stored, write_study
+from ngpt_train.study.definition import Study, read_stored, write_study
 from ngpt_train.study.drift import Drift, Rate, axes_of, fit_drift, read_optima
 from ngpt_train.study.points import Point, Runs
 from ngpt_train.study.transfer_report import left_out, table_entries
@@ -44,7 +44,7 @@ def planted(root: Path, budgets: tuple[int, ...] = BUDGETS, edge: int | None = N
         f"ngpt-d{width}-L2": (f"model.d_model={width}", f"model.n_heads={width // 32}") for width in WIDTHS
     }
     shared = ("model=ngpt", "scale=debug")
-    study = Study("planted", root, "ngpt-d32-L2", arms, shared, budgets, {"optim.lr": Tuned(2.0)}, SEEDS)
+    study = Study("planted", root, "ngpt-d32-L2", arms, shared, budgets, {"optim.lr": 2.0}, SEEDS)
     write_study(study)
     for width, (arm, row) in zip(WIDTHS, arms.items(), strict=True):
         for budget in budgets:
