@@ -122,12 +122,18 @@ def read_study(
         raise mistake(f"study.baseline={baseline}: no arm of that name{near}", f"Arms: {', '.join(arms)}")
     given = [argument for argument in arguments if not is_of_study(argument)]
     tune = _tuned(config.tune)
-    shared = merged(_row(config.shared, groups, f"in shared of study={chosen}"), given)
-    _check_decided(given, arms, tune)
-    for place, row in {"shared": shared, **{f"arm {arm}": row for arm, row in arms.items()}}.items():
+    shared = _row(config.shared, groups, f"in shared of study={chosen}")
+    for place, row in {"": given, "in shared": shared, **{f"in arm {arm}": row for arm, row in arms.items()}}.items():
         for argument in row:
             if why := _DECIDED.get(name_of(argument)):
-                raise mistake(f"{argument}: not for the runs of a study: {why}", "Leave it out", place=f"in {place}")
+                raise mistake(f"{argument}: not for the runs of a study: {why}", "Leave it out", place=place)
+    for argument in given:
+        if name_of(argument) in tune:
+            raise mistake(f"{argument}: it is tuned", "Leave it out; study.tune, in a YAML file, says how it is tuned")
+        for arm, row in arms.items():
+            if own := [said for said in row if name_of(said) == name_of(argument)]:
+                fix = "Leave it out, or write a study of your own, DIR/study/my.yaml, chosen with --config-dir DIR"
+                raise mistake(f"{argument}: arm {arm} has {own[0]}; the arms differ in it", fix)
     for key, values, example in (("budgets", config.budgets, "[409600,819200]"), ("seeds", config.seeds, "[0,1,2]")):
         if not values:
             raise mistake(f"study.{key}=[]: empty, and no run is asked for", f"For example study.{key}={example}")
@@ -138,7 +144,7 @@ def read_study(
         root=Path(config.root).expanduser(),
         baseline=baseline,
         arms=arms,
-        shared=shared,
+        shared=merged(shared, given),
         budgets=tuple(sorted(config.budgets)),
         tune=tune,
         seeds=tuple(config.seeds),
@@ -181,20 +187,6 @@ def text_of(value: Value) -> str:
     """A tuned value as part of a directory's name."""
     text = f"{value:.6g}" if type(value) in (int, float) else show(value)
     return re.sub(r"[^A-Za-z0-9.+_-]", "_", text).replace("+", "")
-
-
-def _check_decided(given: Sequence[str], arms: Mapping[str, Sequence[str]], tune: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an argument whose key the study, its arms or its tuning set."""
-    for argument in given:
-        name = name_of(argument)
-        if why := _DECIDED.get(name):
-            raise mistake(f"{argument}: not for the runs of a study: {why}", "Leave it out")
-        if name in tune:
-            raise mistake(f"{argument}: it is tuned", "Leave it out; study.tune, in a YAML file, says how it is tuned")
-        for arm, row in arms.items():
-            if own := [said for said in row if name_of(said) == name]:
-                fix = "Leave it out, or write a study of your own, DIR/study/my.yaml, chosen with --config-dir DIR"
-                raise mistake(f"{argument}: arm {arm} has {own[0]}; the arms differ in it", fix)
 
 
 def tree_of(study: Study) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from tests import fake_slurm
 from tests.processes import runs
 from tests.processes.studies import SHARED, begin, trainers, wait_for_no_trainer
 
+pytestmark = pytest.mark.slow
+
 YAML = """\
 arms:
   gpt: {model: gpt}
@@ -41,24 +43,6 @@ def losses(directory: Path) -> list[dict[str, Any]]:
     return sorted(({**loss, "run": Path(loss["run"]).name} for loss in report["losses"]), key=lambda x: str(x["run"]))
 
 
-def test_a_dry_run_shows_the_cost_and_writes_nothing(arguments: list[str], tmp_path: Path) -> None:
-    """Caught: numbers that are not those of `plan`; hours that nobody measured; a directory that is left."""
-    said = study([*arguments, "study.dry_run=true", "study.max_points=9", "study.seeds=[0,1,2]"])
-    rows = {row.split()[0]: row.split() for row in said.splitlines() if row.startswith(("gpt ", "ngpt ", "in all"))}
-    plan = tmp_path / "plan.json"
-    given = [x for x in arguments[2:] if not x.startswith("study")]
-    assert runs.run("plan", ["model=gpt", *given, "train.steps=100", f"plan.out={plan}"]).returncode == 0
-    planned = json.loads(plan.read_text())
-    _, parameters, tokens, steps, n, all_tokens, flops, *hours = rows["gpt"]
-    assert (tokens, steps, n, all_tokens) == ("51.2k", "100", "5", "256k")
-    assert float(flops) == pytest.approx(5 * planned["total_flops"], rel=5e-3)
-    assert parameters == f"{planned['parameters']['total'] / 1000:.3g}k"
-    assert all(0 <= float(x) < 1 for x in hours)
-    assert "at most" in said
-    assert not (tmp_path / "studies").exists()
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="it looks for the processes in /proc")
 def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(arguments: list[str], tmp_path: Path) -> None:
     """Caught: a run that goes on without the study, that begins anew or is made twice; a second study beside the first;
@@ -114,7 +98,6 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(arguments: list[str]
     assert losses(tmp_path / "studies" / "third") == losses(root)
 
 
-@pytest.mark.slow
 def test_on_a_cluster_it_ends_as_on_this_machine(arguments: list[str], tmp_path: Path) -> None:
     """Caught: jobs that end with the study; runs that are submitted twice; a job whose time is over and that begins
     anew; losses that depend on where the runs were made."""

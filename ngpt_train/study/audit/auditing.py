@@ -104,6 +104,7 @@ def audit(
             sound[step_of(checkpoint)] = taken(stored)
         found += problems
     _print(found)
+
     seed = secrets.randbits(32) if options.seed is None else options.seed
     possible = windows(sound, last, options.steps, [*begun, *(rollback["step"] for rollback in run.rollbacks)])
     chosen = sorted(random.Random(seed).sample(possible, min(options.windows, len(possible))))

@@ -1,15 +1,23 @@
-"""A study prints counts, the best losses so far and the time left."""
+"""A study prints what it costs, and then counts, the best losses so far and the time left."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from ngpt_train.study import progress_lines
+from ngpt_train.__main__ import main
+from ngpt_train.config.schema import Config
+from ngpt_train.study import cost, progress_lines, runner
 from ngpt_train.study.cost import ArmSize, Cost, table
 from ngpt_train.study.definition import LR
 from ngpt_train.study.points import Point, Result
 from ngpt_train.study.progress_lines import ProgressLines, TimeLeft, best_so_far, summary
 from tests.unit.study.searches import result, study
+from tests.unit.study.small_study import options
 
 
 def point(number: int, arm: str = "gpt", budget: int = 1000) -> Point:
@@ -41,6 +49,39 @@ def test_the_best_so_far() -> None:
     larger = {point(3, budget=819_200): result(point(3, budget=819_200), 4.0)}
     assert best_so_far(of, "gpt", RESULTS | larger) == "loss 4.0000 at 819k tokens with lr=0.008 (1 of 3 seeds)"
     assert best_so_far(of, "other", RESULTS) == ""
+
+
+def test_a_dry_run_shows_the_cost_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Caught: numbers that are not those of `plan`; hours that nobody measured; a directory that is left."""
+
+    def measured(configs: Mapping[str, Config], threads: int, here: bool) -> dict[str, ArmSize]:
+        """In this process, which has torch already."""
+        sizes: dict[str, ArmSize] = {}
+        cost._measure(configs, threads, here, SimpleNamespace(send=lambda named: sizes.update([named])))  # type: ignore[arg-type]
+        return sizes
+
+    monkeypatch.setattr(runner, "measure", measured)
+    monkeypatch.setattr(cost, "end_with_parent", lambda: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("RANK", raising=False)
+    of_runs = ["scale=debug", "data=embedded", "tokenizer=bytes", "train.device=cpu"]
+    given = ["study=small", *options(tmp_path), *of_runs, f"study.root={tmp_path / 'studies'}"]
+    given += ["study.budgets=[51200]", "study.seeds=[0,1,2]", f"study.threads={torch.get_num_threads()}"]
+    assert main(["study", *given, "study.dry_run=true"]) == 0
+    said = capsys.readouterr().out
+    rows = {row.split()[0]: row.split() for row in said.splitlines() if row.startswith(("gpt ", "ngpt ", "in all"))}
+    plan = tmp_path / "plan.json"
+    assert main(["plan", "model=gpt", *of_runs, "train.steps=100", f"plan.out={plan}"]) == 0
+    planned = json.loads(plan.read_text())
+    _, parameters, tokens, steps, n, all_tokens, flops, *hours = rows["gpt"]
+    assert (tokens, steps, n, all_tokens) == ("51.2k", "100", "5", "256k")
+    assert float(flops) == pytest.approx(5 * planned["total_flops"], rel=5e-3)
+    assert parameters == f"{planned['parameters']['total'] / 1000:.3g}k"
+    assert all(0 <= float(x) < 1 for x in hours)
+    assert "at most" in said
+    assert not (tmp_path / "studies").exists()
 
 
 def test_arms_that_were_not_measured() -> None:
