@@ -179,7 +179,9 @@ class Runner:
         try:
             return self._loop()
         except BaseException:
-            self._end_all()
+            self.engine.stop()
+            while self.engine.running():
+                self.engine.ended(LOOK_SECONDS)
             raise
 
     def _made(self) -> list[Point]:
@@ -318,11 +320,6 @@ class Runner:
         facts = {"arm": point.arm, "budget": point.budget, "seed": point.seed, "values": dict(point.values)}
         write_json(record, facts | {"reason": reason, "code": ended.code, "attempts": self._attempts[point]})
         self._take_over(point)
-
-    def _end_all(self) -> None:
-        self.engine.stop()
-        while self.engine.running():
-            self.engine.ended(LOOK_SECONDS)
 
 
 def _check_whole(run: Path) -> None:
