@@ -1,4 +1,4 @@
-"""A real study: kills, restarts, shared runs, refusals, and the report at its end."""
+"""A real study: kills, restarts, refusals, and the report at its end."""
 
 import json
 import os
@@ -24,12 +24,24 @@ max_points: 1
 """
 
 
+def arguments_in(directory: Path, corpus: Path) -> list[str]:
+    (directory / "study").mkdir()
+    (directory / "study" / "small.yaml").write_text(YAML)
+    text = [f"data.path={corpus}", f"data.cache={directory / 'cache'}", f"study.root={directory / 'studies'}"]
+    return ["--config-dir", str(directory), "study=small", *SHARED, *text]
+
+
 @pytest.fixture
 def arguments(tmp_path: Path, corpus: Path) -> list[str]:
-    (tmp_path / "study").mkdir()
-    (tmp_path / "study" / "small.yaml").write_text(YAML)
-    text = [f"data.path={corpus}", f"data.cache={tmp_path / 'cache'}"]
-    return ["--config-dir", str(tmp_path), "study=small", f"study.root={tmp_path / 'studies'}", *SHARED, *text]
+    return arguments_in(tmp_path, corpus)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """The study that nobody has stopped."""
+    directory = tmp_path_factory.mktemp("whole")
+    study([*arguments_in(directory, corpus), "study.jobs=1", "study.threads=1"])
+    return directory / "studies" / "small"
 
 
 def study(given: list[str], code: int = 0) -> str:
@@ -44,7 +56,7 @@ def losses(directory: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="it looks for the processes in /proc")
-def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(arguments: list[str], tmp_path: Path) -> None:
+def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(arguments: list[str], tmp_path: Path, whole: Path) -> None:
     """Caught: a run that goes on without the study, that begins anew or is made twice; a second study beside the first;
     a report that depends on kills."""
     root = tmp_path / "studies" / "small"
@@ -75,30 +87,20 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(arguments: list[str]
     assert [start["step"] for start in starts] == [0, step]
     assert json.loads((ngpt / "exit.json").read_text())["reason"] == "stopped by SIGTERM"
 
-    study(given)
-    assert len(json.loads((ngpt / "run.json").read_text())["starts"]) == 2
     modified = os.stat(gpt / "metrics.jsonl").st_mtime_ns
-    study(given)
+    said = study([*given, "study.prompt=a"])
+    assert len(json.loads((ngpt / "run.json").read_text())["starts"]) == 2
     assert os.stat(gpt / "metrics.jsonl").st_mtime_ns == modified
+    assert [line.split()[1] for line in said.splitlines() if line.startswith("--- ")] == ["gpt,", "ngpt,"]
+    assert "One seed and one budget: this proves nothing" in said.splitlines()[-1]
 
-    whole = [*given, f"study.root={tmp_path / 'other'}"]
-    whole = [x for x in whole if x != f"study.root={tmp_path / 'studies'}"]
-    study(whole)
-    there = tmp_path / "other" / "small"
     for run in (gpt, ngpt):
-        assert runs.numbers(run) == runs.numbers(there / "runs" / run.name)
-    assert losses(root) == losses(there)
+        assert runs.numbers(run) == runs.numbers(whole / "runs" / run.name)
+    assert losses(root) == losses(whole)
     assert len(losses(root)) == 2
 
-    shared = study([*arguments, "study.name=third", "study.jobs=2", "study.prompt=a"])
-    assert shared.count("shares the run") == 2
-    assert [line.split()[1] for line in shared.splitlines() if line.startswith("--- ")] == ["gpt,", "ngpt,"]
-    assert "One seed and one budget: this proves nothing" in shared.splitlines()[-1]
-    assert all(path.is_symlink() for path in (tmp_path / "studies" / "third" / "runs").iterdir())
-    assert losses(tmp_path / "studies" / "third") == losses(root)
 
-
-def test_on_a_cluster_it_ends_as_on_this_machine(arguments: list[str], tmp_path: Path) -> None:
+def test_on_a_cluster_it_ends_as_on_this_machine(arguments: list[str], tmp_path: Path, whole: Path) -> None:
     """Caught: jobs that end with the study; runs that are submitted twice; a job whose time is over and that begins
     anew; losses that depend on where the runs were made."""
     pytest.importorskip("submitit")
@@ -120,7 +122,5 @@ def test_on_a_cluster_it_ends_as_on_this_machine(arguments: list[str], tmp_path:
     assert [start["step"] > 0 for start in json.loads((gpt / "run.json").read_text())["starts"]] == [False, True]
     assert [start["step"] > 0 for start in json.loads((ngpt / "run.json").read_text())["starts"]] == [False]
 
-    here = [x for x in arguments if x != f"study.root={tmp_path / 'studies'}"]
-    study([*here, f"study.root={tmp_path / 'here'}", "study.threads=1"])
     for run in (gpt, ngpt):
-        assert runs.numbers(run) == runs.numbers(tmp_path / "here" / "small" / "runs" / run.name)
+        assert runs.numbers(run) == runs.numbers(whole / "runs" / run.name)
