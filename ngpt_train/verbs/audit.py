@@ -8,8 +8,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ from ngpt_train.distributed.world import resolve_device
 from ngpt_train.evaluation.trust import taken
 from ngpt_train.study.audit.auditing import audit
 from ngpt_train.study.audit.certificate import CERTIFICATE
-from ngpt_train.study.engines.local import launcher
+from ngpt_train.study.engines.child import launcher
 from ngpt_train.training.guards import NumericalError
 from ngpt_train.training.run_directory import origin
 
@@ -36,7 +35,9 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     no place for the certificate, DataError where the run's files cannot be read, or name a text that is not known to be
     ours.
     """
-    signal.signal(signal.SIGTERM, _end)  # so that what is trained again ends too
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # so that what is trained again ends too
     path, out = _run_directory(config.audit.run), config.audit.out
     target = Path(out).expanduser() if out is not None else path / CERTIFICATE
     if out is None and not os.access(path, os.W_OK):
@@ -45,12 +46,10 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         check_kinds([target], directories=())
     of_run = partial(taken, own=config, overrides=overrides, opens=("run", "data", "tokenizer"))
     certificate = audit(
-        path, config.audit, lambda ranks: [*launcher(ranks), "ngpt_train.verbs.audit"], _here(path), of_run, _say
+        path, config.audit, lambda ranks: [*launcher(ranks), "ngpt_train.verbs.audit"], _here(path), of_run
     )
     write_json(target, certificate)
-    for line in _summary(certificate):
-        _say(line)
-    _say(f"certificate: {target}")
+    print("\n".join([*_summary(certificate), f"certificate: {target}"]), flush=True)
     return 0 if certificate["equal"] else FOUND
 
 
@@ -88,14 +87,6 @@ def _summary(certificate: dict[str, Any]) -> list[str]:
         lines.append(f"{things} not as the records say{'; the first:' if len(found) > 10 else ':'}")
         lines += [f"  {finding['says']}" for finding in found[:10]]
     return lines
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    sys.exit(128 + number)
 
 
 def _train_again(path: str) -> int:

@@ -1,10 +1,9 @@
-"""The output of `transfer`: the drift along each axis as a sentence, as JSON, and as a figure."""
+"""The output of `transfer`: the drift along each axis and the tuned rates, in words, as JSON and as a figure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,74 +13,17 @@ from ngpt_train.report.page import chart as drawn
 from ngpt_train.report.page.chart import Chart, Mark
 from ngpt_train.report.page.pictures import Picture, write_picture
 from ngpt_train.report.page.style import styles
-from ngpt_train.study.transfer.drift import DRIFTS, NOT_RESOLVED, TRANSFERS, At, Drift, fit_drift
-from ngpt_train.study.transfer.optima import Optima, Optimum
+from ngpt_train.study.drift import AXES, NOT_RESOLVED, Axis, Optima, place_of
 
 FORMAT = 1
-AXES = {"width": "width", "depth": "depth", "horizon": "tokens"}  # axis -> field of Optimum
 FILE, FIGURE = "transfer.json", "transfer"
-
-
-@dataclass(frozen=True)
-class Axis:
-    """The optima of an architecture along one size."""
-
-    architecture: str
-    name: str  # width, depth or horizon
-    at: dict[str, int]  # the other two sizes
-    points: list[Optimum]  # tuned optima by size
-    drift: Drift | None  # None for fewer than two tuned optima
-    confidence: float  # of the drift's interval
-    within: float  # octaves within which a rate transfers
-
-    def size(self, optimum: Optimum) -> int:
-        return int(getattr(optimum, AXES[self.name]))
-
-    @property
-    def sentence(self) -> str:
-        start, drift = f"{self.architecture} at {_place(self.at)}", self.drift
-        if drift is None:
-            return f"{start}: the drift with {self.name} is not known, fewer than two sizes are tuned."
-        sizes = f"{self.name} {self.size(self.points[0]):,} to {self.size(self.points[-1]):,}"
-        how = f"over {sizes} ({len(self.points)} sizes) the best lr changes by {drift.octaves:+.2f} octaves"
-        how += f" (a factor of {2**drift.octaves:.2f}"
-        if drift.low is None or drift.high is None:
-            return f"{start}: {how}), not resolved: an optimum without an interval, as with one seed."
-        how += f"; {self.confidence:.0%} interval {drift.low:+.2f} to {drift.high:+.2f})"
-        meaning = {
-            TRANSFERS: f"it transfers, within {self.within:g} octaves",
-            DRIFTS: "it drifts",
-            NOT_RESOLVED: f"not resolved: neither within {self.within:g} octaves nor apart from 0",
-        }
-        return f"{start}: {how}: {meaning[drift.verdict]}."
-
-
-def axes_of(optima: Optima, within: float) -> list[Axis]:
-    """Each line of two or more sizes."""
-    found = []
-    for name, field in AXES.items():
-        others = [other for other in AXES.values() if other != field]
-        lines: dict[tuple[Any, ...], list[Optimum]] = {}
-        for one in optima.found:
-            lines.setdefault((one.architecture, *(getattr(one, other) for other in others)), []).append(one)
-        for (architecture, *at), line in lines.items():
-            if len(line) < 2:
-                continue
-            points = sorted((one for one in line if one.is_tuned), key=lambda one: getattr(one, field))
-            drift = None
-            if len(points) > 1:
-                measured = [At(getattr(one, field), *_rates(one)) for one in points]
-                drift = fit_drift(measured, within, optima.confidence)
-            where = dict(zip(others, at, strict=True))
-            found.append(Axis(architecture, name, where, points, drift, optima.confidence, within))
-    return found
 
 
 def left_out(optima: Optima) -> list[str]:
     """A sentence for each optimum outside of the fits, and for each run that has not ended."""
     lines = []
     for one in optima.found:
-        where = f"{one.architecture}, {_place({'width': one.width, 'depth': one.depth, 'tokens': one.tokens})}"
+        where = f"{one.architecture}, {place_of({'width': one.width, 'depth': one.depth, 'tokens': one.tokens})}"
         if one.tuning.state == "edge":
             best = (
                 "every run failed" if one.tuning.best is None else f"the best lr, {one.tuning.best:g}, is at the edge"
@@ -97,7 +39,7 @@ def table_entries(optima: Optima) -> list[str]:
     lines = []
     for one in optima.found:
         if one.is_tuned:
-            lr, low, high = _rates(one)
+            lr, low, high = one.rate
             source = f"transfer, {one.n_seeds} seed" + "s" * (one.n_seeds != 1)
             if low is not None and high is not None:
                 source += f", {low:.3g} to {high:.3g}"
@@ -156,7 +98,7 @@ def write_report(report: dict[str, Any], axes: Sequence[Axis], out: Path) -> Non
 
 def _chart(axes: Sequence[Axis]) -> Chart:
     """A plot for each name of an axis: best lr against size, with intervals and the fits."""
-    named = {f"{axis.architecture}, {_place(axis.at)}": axis for axis in axes}
+    named = {f"{axis.architecture}, {place_of(axis.at)}": axis for axis in axes}
     labels = {
         name: name + (f": {axis.drift.octaves:+.2f} octaves, {axis.drift.verdict}" if axis.drift else "")
         for name, axis in named.items()
@@ -174,22 +116,11 @@ def _chart(axes: Sequence[Axis]) -> Chart:
 
 
 def _marks(name: str, axis: Axis) -> Iterator[Mark]:
-    sizes = [axis.size(one) for one in axis.points]
-    for size, (lr, low, high) in zip(sizes, map(_rates, axis.points), strict=True):
+    sizes, rates = [axis.size(one) for one in axis.points], [one.rate for one in axis.points]
+    for size, (lr, low, high) in zip(sizes, rates, strict=True):
         yield Mark(name, [size, size], [lr if low is None else low, lr if high is None else high], line=1.5)
-    yield Mark(name, sizes, [lr for lr, _, _ in map(_rates, axis.points)], size=9)
+    yield Mark(name, sizes, [lr for lr, _, _ in rates], size=9)
     if axis.drift is not None:
         ends = [sizes[0], sizes[-1]]
         fit = [2 ** (axis.drift.intercept + axis.drift.slope * math.log2(size)) for size in ends]
         yield Mark(name, ends, fit, line=1.4)
-
-
-def _rates(one: Optimum) -> tuple[float, float | None, float | None]:
-    assert one.tuning.optimum is not None
-    return one.tuning.optimum, one.tuning.low, one.tuning.high
-
-
-def _place(at: dict[str, int]) -> str:
-    """The given sizes in words."""
-    words = {"width": "width {:,}", "depth": "{:,} layers", "tokens": "{:,} tokens"}
-    return ", ".join(text.format(at[name]) for name, text in words.items() if name in at)
