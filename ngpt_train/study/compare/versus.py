@@ -16,6 +16,7 @@ from ngpt_train.study.compare.statistics.intervals import Difference, Noise, Pai
 from ngpt_train.study.compare.trials import Arm, pair_of
 
 POOLED = "The noise between seeds is pooled over budgets: it is taken to be alike at all of them."
+BY_OWN_CLOCKS = "by the runs' own clocks"
 ONE_SEED = "one seed: the interval is without the noise between seeds"
 
 
@@ -94,7 +95,7 @@ def _in_all_units(
             continue
         found, beside = clocks.in_units(ratio, cost, confidence), None
         if clock == MEASURED and own and ratio.estimate:
-            beside = f"by the runs' own clocks {own.ratio * ratio.estimate:.3g}"
+            beside = f"{BY_OWN_CLOCKS} {own.ratio * ratio.estimate:.3g}"
         ends = {"estimate": found.estimate, "low": found.low, "high": found.high}
         note = "; ".join(filter(None, [*notes, found.note, beside])) or None
         how = {"confidence": confidence, "extrapolated": found.extrapolated, "unit": unit, "clock": clock}

@@ -20,6 +20,8 @@ from ngpt_train.study.compare.output.wording import (
     facts,
     label,
     looked_at,
+    marked,
+    notes,
 )
 
 
@@ -29,8 +31,8 @@ def write_document(report: Report, path: Path, figures: Mapping[str, str]) -> No
 
 
 def document(report: Report, figures: Mapping[str, str]) -> str:
-    found, keys = confounds(report), tables.tuning_of_keys(report)
-    of_confounds = [f"{code(entry['key'])} {escaped(confound(entry))}" for entry in found]
+    found, of_keys = confounds(report), tables.tuning_of_keys(report)
+    of_confounds = [f"{code(', '.join(keys))} {escaped(confound(entry))}" for keys, entry in found]
     parts = [
         f"# {escaped(str(report['title']))}",
         escaped(" · ".join(facts(report))) + ".",
@@ -40,16 +42,15 @@ def document(report: Report, figures: Mapping[str, str]) -> str:
         if found
         else NO_CONFOUNDS,
         _list(map(escaped, looked_at(report))),
-        f"### {keys.title}",
-        _table(report, keys),
+        f"### {of_keys.title}",
+        _table(report, of_keys),
         _list(f"**{escaped(sentence)}**" for sentence in cautions(report)),
         *(f"![{caption}]({path})\n\n*{caption}*" for path, caption in figures.items()),
     ]
-    for make in tables.AFTER_THE_FIGURES:
-        table = make(report)
+    for table in tables.of_document(report):
         parts += [f"## {table.title}", _table(report, table)]
-    if report["notes"]:
-        parts += ["## Notes", _list(map(escaped, report["notes"]))]
+    if said := notes(report):
+        parts += ["## Notes", _list(map(escaped, said))]
     commits = ", ".join(code(str(commit)) for commit in report["commits"]) or "not known"
     commands = "\n".join(f"    {line}" for command in report["commands"] for line in command.splitlines())
     parts += ["## How to regenerate every number", f"Commit: {commits}. The loss of each run: `report.json`.", commands]
@@ -62,7 +63,7 @@ def console(report: Report) -> str:
     texts = [[name for name, _ in table.columns], *([label(report, arm), *rest] for arm, *rest in table.rows)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     lines = ["  ".join(x.ljust(n) for x, n in zip(line, widths, strict=True)).rstrip() for line in texts]
-    found = [f"confound: {entry['key']} {confound(entry)}" for entry in confounds(report)]
+    found = [f"confound: {', '.join(keys)} {confound(entry)}" for keys, entry in confounds(report)]
     sentences = [*(found or [NO_CONFOUNDS]), *looked_at(report), *cautions(report)]
     title = f"{report['title']}: {' · '.join(facts(report))}"
     return "\n".join(map(printable, [title, "", *lines, "", *sentences, *report["notes"]]))
@@ -91,6 +92,7 @@ def _list(sentences: Iterable[str]) -> str:
 def _table(report: Report, table: Table) -> str:
     if not table.rows:
         return escaped(table.empty)
+    table = table.condensed()
     names, kinds = zip(*table.columns, strict=True)
     rules = ["---:" if kind == tables.NUMBER else "---" for kind in kinds]
     rows = [[_cell(report, *cell) for cell in zip(row, kinds, strict=True)] for row in table.rows]
@@ -100,5 +102,5 @@ def _table(report: Report, table: Table) -> str:
 
 def _cell(report: Report, text: str, kind: str) -> str:
     if kind == tables.ARM and text in report["arms"]:
-        return escaped(label(report, text))
+        return escaped(marked(report, text))
     return code(text) or DASH if kind == tables.CODE else escaped(text)
