@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ngpt_train.study.compare.clocks import Cost, in_units, measured
-from ngpt_train.study.compare.statistics.equal_loss import (
+from ngpt_train.study.compare.equal_loss import (
     EndLosses,
     Ratio,
     Trend,
@@ -19,7 +18,7 @@ from ngpt_train.study.compare.statistics.equal_loss import (
     trend_of,
     within_schedule,
 )
-from ngpt_train.study.compare.statistics.intervals import (
+from ngpt_train.study.compare.intervals import (
     POWER,
     Difference,
     Further,
@@ -31,6 +30,7 @@ from ngpt_train.study.compare.statistics.intervals import (
     difference_at,
     needed,
 )
+from ngpt_train.study.compare.step_times import Cost, in_units, measured
 from tests.planted_runs import FIRST_BUDGET, Planted, log_linear, power_law
 
 DRAWS = 1000

@@ -16,7 +16,7 @@ from ngpt_train.study.compare.output import series, tables, wording
 from ngpt_train.study.compare.output.charts import PICTURES, write_figures
 from ngpt_train.study.compare.output.comparison_page import html
 from ngpt_train.study.compare.output.document import code, console, document, escaped
-from ngpt_train.study.compare.referee import BROUGHT
+from ngpt_train.study.compare.phrases import BROUGHT
 from tests.example_report import BUDGETS, HOSTILE, certificate, example
 
 MINUS = "\N{MINUS SIGN}"

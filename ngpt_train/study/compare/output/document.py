@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ngpt_train.core.files import write_atomically
 from ngpt_train.core.recorded import printable
-from ngpt_train.report.rounded import DASH
+from ngpt_train.report.rounded import DASH, si
 from ngpt_train.study.compare.output import tables
+from ngpt_train.study.compare.output.series import end_losses
 from ngpt_train.study.compare.output.tables import Table
 from ngpt_train.study.compare.output.wording import (
+    HOW,
     NO_CONFOUNDS,
+    VERDICTS,
     Report,
+    budget_of,
     cautions,
     confound,
     confounds,
     facts,
+    known_speedups,
     label,
     looked_at,
     marked,
     notes,
+    ratio,
 )
 
 
@@ -47,7 +54,7 @@ def document(report: Report, figures: Mapping[str, str]) -> str:
         _list(f"**{escaped(sentence)}**" for sentence in cautions(report)),
         *(f"![{caption}]({path})\n\n*{caption}*" for path, caption in figures.items()),
     ]
-    for table in tables.of_document(report):
+    for table in _tables(report):
         parts += [f"## {table.title}", _table(report, table)]
     if said := notes(report):
         parts += ["## Notes", _list(map(escaped, said))]
@@ -57,10 +64,37 @@ def document(report: Report, figures: Mapping[str, str]) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
+def _tables(report: Report) -> list[Table]:
+    """The tables after the figures. Speed-up lacks what Verdicts says; Tuning is of the budgets of the verdicts, and of
+    those where an arm is untuned."""
+    last = {(arm, si(budget_of(report, arm))) for arm in report["arms"]}
+    ratios, tuned = tables.speedups(report), tables.tuning(report)
+    above = [row for row in ratios.rows if row[1] == HOW["annealed"] and (row[0], row[2]) in last]
+    others = [row for row in tuned.rows if row[3] == "bracketed" and (row[0], row[1]) not in last]
+    return [
+        tables.end_loss(report),
+        _without(ratios, above, "of the verdicts stand above"),
+        tables.differences(report),
+        _without(tuned, others, "of other budgets stand in report.html"),
+        *(make(report) for make in (tables.costs, tables.referee, tables.audits, tables.failures)),
+    ]
+
+
+def _without(table: Table, left_out: Sequence[Sequence[str]], where: str) -> Table:
+    rows = [row for row in table.rows if row not in left_out]
+    return replace(table, rows=rows, note=f"{len(left_out)} rows {where}. {table.note}") if rows and left_out else table
+
+
 def console(report: Report) -> str:
     """For a terminal: the title, a row for each arm and budget, and the sentences of the first page."""
-    table = tables.by_budget(report)
-    texts = [[name for name, _ in table.columns], *([label(report, arm), *rest] for arm, *rest in table.rows)]
+    texts = [["Arm", "Tokens", "End loss", tables.minus(report)[0], "Speed-up, tokens", "Verdict"]]
+    for arm in report["arms"]:
+        ratios = {s["budget"]: s for s in known_speedups(report, arm) if s["unit"] == "tokens"}
+        word = "baseline" if arm == report["baseline"] else VERDICTS.get(report["verdicts"].get(arm), DASH)
+        for budget in end_losses(report, arm):
+            said = word if budget == budget_of(report, arm) else ""
+            shown = tables.at_budget(report, arm, budget)
+            texts.append([label(report, arm), *shown, ratio(ratios.get(budget)), said])
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     lines = ["  ".join(x.ljust(n) for x, n in zip(line, widths, strict=True)).rstrip() for line in texts]
     found = [f"confound: {', '.join(keys)} {confound(entry)}" for keys, entry in confounds(report)]

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ngpt_train.study.compare.clocks import MEASURED
+from ngpt_train.study.compare.equal_loss import EndLosses
 from ngpt_train.study.compare.output.wording import UNITS, Report
-from ngpt_train.study.compare.statistics.equal_loss import EndLosses
+from ngpt_train.study.compare.phrases import MEASURED
 
 RATIOS = (  # each coarser than the one before
     (0.1, 0.125, 0.2, 0.25, 0.33, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 6, 8, 12, 16, 24, 32),

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from ngpt_train.report.rounded import DASH, interval, number, percent, si
+from ngpt_train.study.compare.equal_loss import EXTRAPOLATED, FLATTERS
+from ngpt_train.study.compare.intervals import POWER
 from ngpt_train.study.compare.output.series import end_losses, losses_by_seed
 from ngpt_train.study.compare.output.wording import (
     HOW,
@@ -30,9 +32,7 @@ from ngpt_train.study.compare.output.wording import (
     values_in_arms,
     values_text,
 )
-from ngpt_train.study.compare.statistics.equal_loss import EXTRAPOLATED, FLATTERS
-from ngpt_train.study.compare.statistics.intervals import POWER
-from ngpt_train.study.compare.versus import BY_OWN_CLOCKS, POOLED
+from ngpt_train.study.compare.phrases import BY_OWN_CLOCKS, POOLED
 
 # Kinds of columns. In ARM the name of an arm gets its mark and stamps; only CODE cells are code.
 ARM, NUMBER, CODE, TEXT, VERDICT = "arm", "number", "code", "text", "verdict"
@@ -73,7 +73,7 @@ class Table:
 LONG = 30  # characters of a cell that does not stand in several rows
 
 
-def _minus(report: Report) -> tuple[str, str]:
+def minus(report: Report) -> tuple[str, str]:
     """The column of differences."""
     return f"Minus {report['baseline']} ({report['unit']}; negative: better)", NUMBER
 
@@ -88,11 +88,11 @@ def verdicts(report: Report) -> Table:
         word = VERDICTS.get(report["verdicts"].get(arm), DASH)
         if arm == baseline:
             word = "baseline" if is_tuned(report, arm) else "untuned"
-        at = _at(report, arm, budget_of(report, arm))
+        at = at_budget(report, arm, budget_of(report, arm))
         if len(report["budgets"]) == 1:
             at[1] = _mean_and_spread(report, end_losses(report, arm).get(report["budgets"][0], []))
         rows.append([arm, word, *at, *(ratio(ratios.get(unit)) for unit in UNITS), ratio(trends.get(arm))])
-    columns = [("Arm", ARM), ("Verdict", VERDICT), ("Tokens", NUMBER), ("End loss", NUMBER), _minus(report)]
+    columns = [("Arm", ARM), ("Verdict", VERDICT), ("Tokens", NUMBER), ("End loss", NUMBER), minus(report)]
     columns += [*((f"Speed-up, {words}", NUMBER) for words in UNITS.values()), ("Twice the budget", NUMBER)]
     note = f"Each row is of the largest budget that the arm and {baseline} both have. End loss: "
     note += f"{_of_seeds(report)}. " if len(report["budgets"]) == 1 else "mean over seeds. "
@@ -119,25 +119,12 @@ def verdicts(report: Report) -> Table:
     return Table("verdicts", "Verdicts", columns, rows, note, "No arm was compared.")
 
 
-def _at(report: Report, arm: str, budget: int | None) -> list[str]:
+def at_budget(report: Report, arm: str, budget: int | None) -> list[str]:
     """The budget, the end loss, and the difference from the baseline there."""
     losses = end_losses(report, arm).get(budget or 0)
     gap = next((d for d in report["differences"] if (d["arm"], d["budget"]) == (arm, budget)), None)
     shown = interval(gap["estimate"], gap["low"], gap["high"]) if gap else DASH
     return [si(budget), number(float(np.mean(losses)), 4) if losses else DASH, shown]
-
-
-def by_budget(report: Report) -> Table:
-    """For a terminal: a row for each arm and budget."""
-    rows = []
-    for arm in report["arms"]:
-        ratios = {s["budget"]: s for s in known_speedups(report, arm) if s["unit"] == "tokens"}
-        word = "baseline" if arm == report["baseline"] else VERDICTS.get(report["verdicts"].get(arm), DASH)
-        for budget in end_losses(report, arm):
-            said = word if budget == budget_of(report, arm) else ""
-            rows.append([arm, *_at(report, arm, budget), ratio(ratios.get(budget)), said])
-    columns = [("Arm", ARM), ("Tokens", NUMBER), ("End loss", NUMBER), _minus(report), ("Speed-up, tokens", NUMBER)]
-    return Table("by_budget", "", [*columns, ("Verdict", TEXT)], rows)
 
 
 def tuning_of_keys(report: Report) -> Table:
@@ -400,27 +387,3 @@ def runs(report: Report) -> Table:
     columns = [("Arm", ARM), ("Budget (tokens)", NUMBER), ("Seed", NUMBER), ("Values", CODE)]
     columns += [(f"Loss ({report['unit']})", NUMBER), ("Step", NUMBER), ("Rows", CODE), ("Run", CODE)]
     return Table("runs", "Runs", columns, rows, "Rows: the hash of the validation rows.", "No run has ended.")
-
-
-def of_document(report: Report) -> list[Table]:
-    """The tables of report.md after its figures. Speed-up lacks what Verdicts says; Tuning is of the budgets of the
-    verdicts, and of those where an arm is untuned."""
-    last, ratios, tuned = (
-        {(arm, si(budget_of(report, arm))) for arm in report["arms"]},
-        speedups(report),
-        tuning(report),
-    )
-    above = [row for row in ratios.rows if row[1] == HOW["annealed"] and (row[0], row[2]) in last]
-    others = [row for row in tuned.rows if row[3] == "bracketed" and (row[0], row[1]) not in last]
-    return [
-        end_loss(report),
-        _without(ratios, above, "of the verdicts stand above"),
-        differences(report),
-        _without(tuned, others, "of other budgets stand in report.html"),
-        *(make(report) for make in (costs, referee, audits, failures)),
-    ]
-
-
-def _without(table: Table, left_out: Sequence[Sequence[str]], where: str) -> Table:
-    rows = [row for row in table.rows if row not in left_out]
-    return replace(table, rows=rows, note=f"{len(left_out)} rows {where}. {table.note}") if rows and left_out else table

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ngpt_train.report.rounded import DASH, interval, number, percent, si
-from ngpt_train.study.compare.referee import BROUGHT
-from ngpt_train.study.compare.versus import POOLED
+from ngpt_train.study.compare.phrases import BROUGHT, POOLED
 
 Report = Mapping[str, Any]  # report.json
 

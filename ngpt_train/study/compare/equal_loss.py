@@ -28,7 +28,7 @@ from scipy.interpolate import PchipInterpolator
 from scipy.optimize import brentq, minimize_scalar
 from scipy.special import fdtrc
 
-from ngpt_train.study.compare.statistics.intervals import Noise, Pair, t_quantile
+from ngpt_train.study.compare.intervals import Noise, Pair, t_quantile
 
 BEYOND = 2.0  # factor beyond the baseline's budgets up to which the fit is extrapolated
 EXTRAPOLATED = f"beyond the budgets of the baseline's fit, which is extrapolated by a factor of {BEYOND:g} at most"
