@@ -30,7 +30,7 @@ from ngpt_train.evaluation.trust import note_names
 from ngpt_train.observe import build_sinks
 from ngpt_train.observe.telemetry.collector import Telemetry
 from ngpt_train.optim.storage import round_to_bf16_
-from ngpt_train.report.curves import plot_run
+from ngpt_train.report.ended_runs import plot_run
 from ngpt_train.report.enough_memory import check_state_fits
 from ngpt_train.training.checkpoint.catalogue import step_of
 from ngpt_train.training.checkpoint.integrity import newest_undamaged, newest_with_config

@@ -11,9 +11,8 @@ from typing import Any
 from ngpt_train.core.files import write_json
 from ngpt_train.observe.console import format_count
 from ngpt_train.report.page import chart as drawn
-from ngpt_train.report.page.chart import Chart, Mark
+from ngpt_train.report.page.chart import Chart, Mark, styles
 from ngpt_train.report.page.pictures import Picture, write_picture
-from ngpt_train.report.page.style import styles
 from ngpt_train.study.transfer.drift import DRIFTS, NOT_RESOLVED, TRANSFERS, At, Drift, fit_drift
 from ngpt_train.study.transfer.optima import Optima, Optimum
 

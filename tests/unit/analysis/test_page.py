@@ -10,15 +10,23 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from ngpt_train.analysis import probe_page
+from ngpt_train.analysis.analysis_files import (
+    MOST_POINTS,
+    as_json,
+    html,
+    thinned,
+    write_json,
+    write_page,
+    write_parquet,
+    write_pictures,
+)
 from ngpt_train.analysis.measures.of_run import Curve
-from ngpt_train.analysis.output.analysis_numbers import as_json, write_json, write_parquet
-from ngpt_train.analysis.output.measured_page import MOST_POINTS, html, thinned, write_page, write_pictures
 from ngpt_train.analysis.paper_figures import Measured, Skipped
-from ngpt_train.analysis.probe import probe_page
-from ngpt_train.analysis.probe.classes import of_position
-from ngpt_train.analysis.probe.probe_losses import report
+from ngpt_train.analysis.probe_losses import report
+from ngpt_train.analysis.token_classes import of_position
+from ngpt_train.report.page.chart import styles
 from ngpt_train.report.page.html import table
-from ngpt_train.report.page.style import styles
 
 HOSTILE = "<img src=x onerror=\"document.title='bad'\"></script><b>$x$"
 RUNS = ["gpt", HOSTILE]

@@ -9,7 +9,7 @@ import pytest
 from markdown_it import MarkdownIt  # rich needs it
 from markdown_it.token import Token
 
-from ngpt_train.report.page.style import styles
+from ngpt_train.report.page.chart import styles
 from ngpt_train.report.rounded import DASH, interval, si
 from ngpt_train.study.compare.comparison import write_reports
 from ngpt_train.study.compare.output import series, tables, wording
