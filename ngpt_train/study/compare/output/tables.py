@@ -130,44 +130,34 @@ def at_budget(report: Report, arm: str, budget: int | None) -> list[str]:
 def tuning_of_keys(report: Report) -> Table:
     """Tuned and untuned keys: of the baseline all, of another arm what differs. What all arms share is in the note."""
     baseline, of_arms, parts = report["baseline"], report["tuning_of_keys"], ("chosen", "not_tuned")
-    rows = dict[tuple[str, ...], list[str]]()
-    alike = {
-        part: {
-            k: v
-            for k, v in of_arms[baseline][part].items()
-            if all(k in of[part] and of[part][k] == v for of in of_arms.values())
-        }
-        for part in parts
-    }
+    of_baseline, rows = of_arms[baseline], dict[tuple[str, ...], list[str]]()
+    shared = {part: of_baseline[part] for part in parts}
+    for of in of_arms.values():
+        shared = {part: _without(shared[part], _without(shared[part], of[part])) for part in parts}
     for arm in _from_baseline(report):
-        of, usual = of_arms[arm], {} if arm == baseline else of_arms[baseline]
-        own = [
-            {
-                k: v
-                for k, v in of[part].items()
-                if k not in alike[part] and not (k in (x := usual.get(part, {})) and x[k] == v)
-            }
-            for part in parts
-        ]
+        of, usual = of_arms[arm], shared if arm == baseline else of_baseline
+        chosen, not_tuned = (values_text(_without(of[part], usual[part])) for part in parts)
         has = {key for part in ("tuned", *parts) for key in of[part]}
-        lacks = [f"no {key}" for part in ("tuned", *parts) for key in usual.get(part, {}) if key not in has]
-        texts = [values_text(of["tuned"]), values_text(own[0]), ", ".join(filter(None, [values_text(own[1]), *lacks]))]
-        texts.append(si(of["budget"]) if of["tuned"] else DASH)
-        rows.setdefault(tuple(texts), []).append(marked(report, arm))
+        lacks = [f"no {key}" for part in ("tuned", *parts) for key in of_baseline[part] if key not in has]
+        not_tuned = ", ".join(filter(None, [not_tuned, *lacks]))
+        texts = (values_text(of["tuned"]), chosen, not_tuned, si(of["budget"]) if of["tuned"] else DASH)
+        rows.setdefault(texts, []).append(marked(report, arm))
     words = {"chosen": "Chosen beforehand", "not_tuned": "Not tuned"}
-    shared = [f"{words[part]} in all arms: {values_text(of)}." for part, of in alike.items() if of]
-    note = " ".join(
-        [
-            *shared,
-            f"Of other arms than {baseline} the table has what differs from {baseline}.",
-            "Chosen beforehand: set for the arm, or not what its recipe brings; it may have been tuned elsewhere.",
-            "Not tuned: what the recipe brings, but for keys that are null.",
-        ]
+    note = "".join(f"{words[part]} in all arms: {values_text(of)}. " for part, of in shared.items() if of)
+    note += (
+        f"Of other arms than {baseline} the table has what differs from {baseline}. Chosen beforehand: set for the "
+        "arm, or not what its recipe brings; it may have been tuned elsewhere. Not tuned: what the recipe brings, but "
+        "for keys that are null."
     )
     names = ("Tuned here: the values tried", "Chosen beforehand, by hand", "Not tuned")
     columns = [("Arms", TEXT), *((name, CODE) for name in names), ("Tuned at (tokens)", NUMBER)]
     shown = [[", ".join(arms), *texts] for texts, arms in rows.items()]
     return Table("tuning_of_keys", "What was tuned, and what was not", columns, shown, note)
+
+
+def _without(some: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that `others` lacks, or has with another value."""
+    return {key: value for key, value in some.items() if key not in others or others[key] != value}
 
 
 def _from_baseline(report: Report) -> list[str]:
