@@ -252,7 +252,7 @@ def _multirun(verb: str, line: CommandLine) -> int:
             print(f"interrupted: {len(jobs) - len(codes)} of {len(jobs)} jobs not started", file=sys.stderr)
             break
     if verb == "train":
-        from ngpt_train.report.sweep import results
+        from ngpt_train.report.ended_runs import results
 
         runs = [Path(config.run.root).expanduser() / config.run.name for config in configs]
         print(results(jobs, runs, codes), flush=True)

@@ -27,11 +27,6 @@ from numpy.typing import NDArray
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.launcher import end_with_parent
-from ngpt_train.data.position import Reader, Share
-from ngpt_train.data.rows import Batch, Cursor
-from ngpt_train.data.streamed.stream import Stream, Windows
-from ngpt_train.data.streamed.streamed_text import Start, StreamedText
-from ngpt_train.core.processes import end_with_parent
 from ngpt_train.data.loader import Reader, Share
 from ngpt_train.data.rows import Batch
 from ngpt_train.data.streamed_text import Cursor, Start, Stream, StreamedText, Windows

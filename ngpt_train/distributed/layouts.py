@@ -26,9 +26,7 @@ from ngpt_train.distributed.compilation import begin_graph_step_at_forward, chec
 from ngpt_train.distributed.recomputation import checkpoint_blocks
 from ngpt_train.distributed.world import World
 from ngpt_train.kernels import attention, dispatch
-from ngpt_train.models import build_model
-from ngpt_train.models import Decoder
-from ngpt_train.models.registry import build_model
+from ngpt_train.models import Decoder, build_model
 
 if TYPE_CHECKING:
     from ngpt_train.config.schema import Config, ParallelConfig

@@ -35,7 +35,7 @@ from ngpt_train.interop.layouts.llama import ALSO
 from ngpt_train.interop.nvidia import read_nvidia
 from ngpt_train.interop.safetensors_files import read_tensors
 from ngpt_train.interop.tokenizer_files import tokenizer_of
-from ngpt_train.models.registry import build_model
+from ngpt_train.models import build_model
 from ngpt_train.training.checkpoint.save import SPARE, Checkpoints, Snapshot
 from ngpt_train.training.checkpoint.tensor_files import pieces_of
 

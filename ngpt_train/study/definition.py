@@ -20,7 +20,6 @@ from ngpt_train.config.arguments import is_of_study
 from ngpt_train.config.sections.studies import StudyConfig
 from ngpt_train.config.validate import check_leaf, did_you_mean, mistake, nearest, show
 from ngpt_train.config.yaml_files import Files, parse_row
-from ngpt_train.core.secrets import command_of
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_yaml_text, write_atomically
 from ngpt_train.core.secrets import command_of, redacted

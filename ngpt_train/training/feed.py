@@ -13,10 +13,8 @@ from ngpt_train.config.keys import AUTO
 from ngpt_train.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:  # a step needs torch alone; reading data needs numpy
-    from ngpt_train.data.loader import Position, TrainLoader
     from ngpt_train.config.schema import Config
-    from ngpt_train.data.loader import TrainLoader
-    from ngpt_train.data.position import Position
+    from ngpt_train.data.loader import Position, TrainLoader
     from ngpt_train.data.rows import Batch
     from ngpt_train.models.decoder import Decoder
 

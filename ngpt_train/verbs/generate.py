@@ -9,9 +9,6 @@ from pathlib import Path
 
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.verbs import GenerateConfig
-from ngpt_train.core.errors import ConfigError
-from ngpt_train.core.files import write_atomically
-from ngpt_train.config.sections.generation import GenerateConfig
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import parse_json, read_whole, write_atomically
 from ngpt_train.core.log import saying_nothing

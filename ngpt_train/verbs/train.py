@@ -17,8 +17,6 @@ from ngpt_train.core.errors import DataError, is_told_here, same_on_host
 from ngpt_train.core.files import read_json
 from ngpt_train.core.launcher import end_with_launcher
 from ngpt_train.core.recorded import Sink
-from ngpt_train.data import open_dataset
-from ngpt_train.core.sink import Sink
 from ngpt_train.data import TrainLoader, open_dataset, reader_of
 from ngpt_train.data.dataset import Dataset
 from ngpt_train.data.tokenizers import read_tokenizer
@@ -31,7 +29,7 @@ from ngpt_train.evaluation.validation import Evaluations
 from ngpt_train.observe import build_sinks
 from ngpt_train.observe.telemetry.collector import Telemetry
 from ngpt_train.optim.optimizer import round_to_bf16_
-from ngpt_train.report.curves import plot_run
+from ngpt_train.report.ended_runs import plot_run
 from ngpt_train.report.enough_memory import check_state_fits
 from ngpt_train.training.checkpoint.catalogue import newest_undamaged, newest_with_config, step_of
 from ngpt_train.training.checkpoint.load import load_model, load_state

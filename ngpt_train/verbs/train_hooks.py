@@ -15,9 +15,8 @@ from ngpt_train.data.dataset import Dataset
 from ngpt_train.data.epochs import epoch_rows, many_epochs
 from ngpt_train.data.tokenizers import write_tokenizer
 from ngpt_train.evaluation.in_training import TaskScores, Validations, sampling_of
-from ngpt_train.observe.meters import Meter, Profiler
 from ngpt_train.evaluation.validation import Evaluations
-from ngpt_train.observe.meters import Meter
+from ngpt_train.observe.meters import Meter, Profiler
 from ngpt_train.observe.telemetry.collector import ObservedSteps, Telemetry
 from ngpt_train.observe.train_records import TrainRecords
 from ngpt_train.training.checkpoint.catalogue import step_of

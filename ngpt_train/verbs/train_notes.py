@@ -8,8 +8,6 @@ import torch
 from ngpt_train.config.schema import Config
 from ngpt_train.data.dataset import Dataset, Tokens
 from ngpt_train.data.rows import rows_of
-from ngpt_train.evaluation.evaluations import Evaluations
-from ngpt_train.data.token_sequence import Tokens
 from ngpt_train.evaluation.in_training import Validations
 from ngpt_train.evaluation.validation import Evaluations, unigram_loss
 from ngpt_train.training.checkpoint.catalogue import list_checkpoints, step_of

@@ -10,7 +10,6 @@ from typing import Any
 
 from ngpt_train.config.arguments import is_of_study
 from ngpt_train.config.compose import load_config
-from ngpt_train.config.composition.compose import load_config
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.studies import StudyConfig, TransferConfig

@@ -11,8 +11,6 @@ from ngpt_train.core.recorded import Record, Sink
 
 if TYPE_CHECKING:
     from ngpt_train.data.loader import Position
-    from ngpt_train.training.signals import StopRequest
-    from ngpt_train.data.position import Position
     from ngpt_train.training.hooks.stopping import StopRequest
     from ngpt_train.training.state import TrainState
     from ngpt_train.training.step import MicroBatch, Observer, StepResult

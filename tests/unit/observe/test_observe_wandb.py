@@ -15,7 +15,7 @@ import pytest
 
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.records import WandbConfig
-from ngpt_train.core.sink import Sink
+from ngpt_train.core.recorded import Sink
 from ngpt_train.observe import build_sinks
 from ngpt_train.observe.sinks import JsonlSink
 from ngpt_train.observe.wandb_sink import WandbSink

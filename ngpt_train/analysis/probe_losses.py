@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ngpt_train.analysis.probe.classes import Classes
+from ngpt_train.analysis.token_classes import Classes
 from ngpt_train.core.constants import IGNORED
 
 Losses = NDArray[np.float64]

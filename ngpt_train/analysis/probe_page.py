@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.core.files import write_atomically
-from ngpt_train.report.page.chart import Axis, Chart, Mark, Plot, rows
+from ngpt_train.report.page.chart import Axis, Chart, Mark, Plot, Style, rows, styles
 from ngpt_train.report.page.html import THEME, figure, links, page, section, table
-from ngpt_train.report.page.style import Style, styles
 
 TITLE = "Where the loss is"
 FULL = 3.0  # nats: a token with this loss, or difference of losses, or more has the full colour

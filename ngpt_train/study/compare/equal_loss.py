@@ -28,9 +28,10 @@ from scipy.interpolate import PchipInterpolator
 from scipy.optimize import brentq, minimize_scalar
 from scipy.special import fdtrc
 
-from ngpt_train.study.compare.statistics.intervals import Noise, Pair, t_quantile
+from ngpt_train.study.compare.intervals import Noise, Pair, t_quantile
 
 BEYOND = 2.0  # factor beyond the baseline's budgets up to which the fit is extrapolated
+EXTRAPOLATED = f"beyond the budgets of the baseline's fit, which is extrapolated by a factor of {BEYOND:g} at most"
 BENDS = (-1.5, 3.0)  # limits of c
 STEPS = 200  # of the search over ratios
 SMALL = 1e-4  # step in log tokens of a numerical derivative
@@ -172,7 +173,7 @@ def annealed_ratio(pair: Pair, noise: Noise, at: int, confidence: float) -> Rati
         off = np.max(np.abs(curve.residuals))
         notes += [f"the baseline lies up to {off:.2g} off the fit, more than its noise, and the interval lacks this"]
     if extrapolated:
-        notes += [f"beyond the budgets of the baseline's fit, which is extrapolated by a factor of {BEYOND:g} at most"]
+        notes.append(EXTRAPOLATED)
     return Ratio(_ratio(estimate), _ratio(low), _ratio(high), extrapolated, "; ".join(notes) or None)
 
 
