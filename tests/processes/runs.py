@@ -80,16 +80,20 @@ def train(given: list[str], ranks: int = 1) -> None:
     assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
 
 
-def start(given: list[str], ranks: int = 1) -> subprocess.Popen[str]:
-    """A `train` that goes on beside the test: a real process, or torchrun, in a process group of its own."""
-    return subprocess.Popen(
-        command("train", given, ranks),
-        env=fork_server.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+def start(
+    given: list[str], ranks: int = 1, restarts: int = 0, program: Sequence[str] = ("ngpt_train", "train")
+) -> fork_server.Started:
+    """A `train`, or a program of the test's in its place, that goes on beside the test in a session of its own; on
+    several ranks under a torchrun."""
+    launcher = ["tests.processes.torchrun", "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+    named = [] if program[0].endswith(".py") else ["-m"]
+    return fork_server.Started([*([*launcher, *named] if ranks > 1 else []), *program, *given])
+
+
+def children(process: fork_server.Started) -> list[int]:
+    """The ranks of a torchrun."""
+    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout
+    return [int(pid) for pid in found.split()]
 
 
 def wait_for_step(directory: Path, step: int) -> None:
