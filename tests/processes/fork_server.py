@@ -45,7 +45,7 @@ IMPORTED = (
     "sentencepiece",
     "torch.distributed.fsdp",
     "torch.distributed.run",
-    "tests.processes.equality_worker",  # and with it all that the ranks of `launch` need
+    "tests.processes.test_equality",  # and with it all that the ranks of `on_ranks` need
 )
 # They read environment variables while they are imported, and tests set those.
 NOT_IMPORTED = ("datasets", "huggingface_hub", "wandb")

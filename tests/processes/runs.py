@@ -21,7 +21,8 @@ from ngpt_train.core import log
 from ngpt_train.verbs import train as train_verb
 from tests.processes import fork_server
 
-IN_THIS_PROCESS = "train evaluate generate prepare plan analyze probe export import compare".split()
+IN_THIS_PROCESS = {"train", "evaluate", "generate", "prepare", "plan"}
+IN_THIS_PROCESS |= {"analyze", "probe", "export", "import", "compare"}
 # What leaves a process group, torch's choice of algorithms, or processes that begin as this one did.
 STAYING = ("parallel", "train.deterministic=true", "data.workers=")
 
