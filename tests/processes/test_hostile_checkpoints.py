@@ -21,8 +21,8 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.training.checkpoint import save
 from ngpt_train.training.checkpoint.catalogue import read_manifest, read_progress
 from ngpt_train.training.checkpoint.tensor_files import read_metadata
-from tests.processes.names_worker import by_parameter
 from tests.processes.runs import arguments, numbers, run, train
+from tests.processes.test_canonical_names import by_parameter
 
 TENSORS = "shard-00001-model-00001-of-00001.safetensors"
 

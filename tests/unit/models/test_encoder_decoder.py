@@ -7,7 +7,7 @@ import torch
 
 from ngpt_train.models import build_model, export_weights, load_weights
 from ngpt_train.training import build_state, train_step
-from tests.processes.equality_worker import RECIPES
+from tests.processes.test_equality import RECIPES
 from tests.properties.architectures import (
     ARCHITECTURES,
     SMALL,

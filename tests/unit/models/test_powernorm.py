@@ -25,7 +25,7 @@ from ngpt_train.training import build_state, train_step
 from ngpt_train.training.checkpoint import load_state
 from ngpt_train.training.state import TrainState
 from tests.processes.runs import arguments, numbers, records, write_corpus
-from tests.processes.statistics_worker import Rows as FiveRows
+from tests.processes.test_statistics import Rows as FiveRows
 from tests.properties.architectures import SMALL, Size, config, jittered, powernorm_with
 from tests.properties.runs import run_config, text_like_rows
 from tests.reference import powernorm as reference
