@@ -75,6 +75,13 @@ def padded_rows(rows: int, context: int, size: Size, seed: int) -> tuple[Tensor,
     return tokens, targets, doc_ids
 
 
+def rows_of(name: str, rows: int, context: int, size: Size, seed: int) -> tuple[Tensor, ...]:
+    """A batch for an architecture: padded_rows with an encoder, else text_like_rows."""
+    if ARCHITECTURES[name].has_encoder:
+        return padded_rows(rows, context, size, seed)
+    return text_like_rows(rows, context, size.vocab_size, seed)
+
+
 def held(state: TrainState) -> dict[str, Tensor]:
     """Weights, and their optimizer state."""
     found = {name: x.detach().clone() for name, x in state.model.named_parameters()}
