@@ -75,13 +75,16 @@ def padded_rows(rows: int, context: int, size: Size, seed: int) -> tuple[Tensor,
     return tokens, targets, doc_ids
 
 
+def rows_of(name: str, rows: int, context: int, size: Size, seed: int) -> tuple[Tensor, ...]:
+    """A batch for an architecture: padded_rows with an encoder, else text_like_rows."""
+    if ARCHITECTURES[name].has_encoder:
+        return padded_rows(rows, context, size, seed)
+    return text_like_rows(rows, context, size.vocab_size, seed)
+
+
 def micro_batches(name: str, size: Size, rows: int, context: int, seed: int, n: int = 2) -> list[tuple[Tensor, ...]]:
     """The rows of a step of the architecture `name`, in `n` micro batches; not all rows count as many targets."""
-    if ARCHITECTURES[name].has_encoder:
-        batch: tuple[Tensor, ...] = padded_rows(rows, context, size, seed)
-    else:
-        batch = text_like_rows(rows, context, size.vocab_size, seed)
-    return list(zip(*(part.chunk(n) for part in batch), strict=True))
+    return list(zip(*(part.chunk(n) for part in rows_of(name, rows, context, size, seed)), strict=True))
 
 
 def held(state: TrainState) -> dict[str, Tensor]:
