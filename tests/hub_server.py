@@ -239,10 +239,6 @@ def altered(handler: Handler, data: bytes, start: int) -> None:
     whole(handler, data[:-1] + bytes([data[-1] ^ 1]), start)
 
 
-def too_long(handler: Handler, data: bytes, start: int) -> None:
-    whole(handler, data + bytes(100), start)
-
-
 @contextmanager
 def serving(hub: Hub) -> Iterator[Hub]:
     handler = type("HandlerOfHub", (Handler,), {"hub": hub})
