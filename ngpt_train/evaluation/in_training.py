@@ -15,7 +15,7 @@ from ngpt_train.evaluation.evaluations import Evaluations, RowFiles
 from ngpt_train.evaluation.generation.tokens import opened, row_of
 from ngpt_train.evaluation.validation import evaluating
 from ngpt_train.training.guards import explain_out_of_memory
-from ngpt_train.training.hooks.hook import Hook, TrainingRun, due
+from ngpt_train.training.loop import Hook, TrainingRun, due
 from ngpt_train.training.state import TrainState
 
 if TYPE_CHECKING:

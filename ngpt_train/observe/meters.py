@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.profiler import profile, schedule
 
-from ngpt_train.training.hooks.hook import Hook, TrainingRun
+from ngpt_train.training.loop import Hook, TrainingRun
 
 # Peak FLOP/s of dense matrix products in bf16, and in fp16 where fp32 accumulates. The key is the full name from
 # torch.cuda, because variants of one chip differ by up to a third, and a slice (MIG) is slower than the chip. Sources:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ngpt_train.config.keys import AUTO
-from ngpt_train.distributed.long_work import RankLostError
+from ngpt_train.distributed.world import RankLostError
 from ngpt_train.training.checkpoint.save import Checkpoints, Snapshot, gb
 from ngpt_train.training.checkpoint.tensor_files import Piece, Place, in_one_line
 

@@ -11,7 +11,7 @@ from ngpt_train.core.constants import ALARM
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.position import merged
 from ngpt_train.training.checkpoint.background import Saves
-from ngpt_train.training.hooks.hook import Hook, TrainingRun, due
+from ngpt_train.training.loop import Hook, TrainingRun, due
 
 if TYPE_CHECKING:
     from ngpt_train.training.checkpoint.save import Checkpoints

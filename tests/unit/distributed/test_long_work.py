@@ -19,8 +19,7 @@ import torch.distributed as dist
 from ngpt_train.__main__ import main
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
-from ngpt_train.distributed.long_work import LongWork, RankLostError
-from ngpt_train.distributed.world import World
+from ngpt_train.distributed.world import LongWork, RankLostError, World
 from tests.processes.runs import arguments, write_corpus
 
 
