@@ -187,3 +187,11 @@ def read_yaml_text(path: Path) -> str:
         if values > MOST_YAML_VALUES or len(open_nodes) > MOST_YAML_DEPTH:
             raise ValueError(f"more than {MOST_YAML_VALUES:,} values or {MOST_YAML_DEPTH} levels, aliases resolved")
     return text
+
+
+def text_of(path: Path) -> str:
+    """The text of a small file of the system, such as in /proc, stripped; empty if it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ngpt_train.config.keys import AUTO
+from ngpt_train.core.files import text_of
 from ngpt_train.distributed.world import RankLostError
 from ngpt_train.training.checkpoint.save import Checkpoints, Snapshot, gb
 from ngpt_train.training.checkpoint.tensor_files import Piece, Place, in_one_line
@@ -194,17 +195,10 @@ def resolve_asynchronous(asked: bool | str, state: TrainState) -> tuple[bool, st
 def available_memory() -> int | None:
     """Bytes of free memory, by the machine and by the control group of this process; None if unknown."""
     found = []
-    meminfo = _read("/proc/meminfo")
+    meminfo = text_of(Path("/proc/meminfo"))
     if "MemAvailable:" in meminfo:
         found.append(1024 * int(meminfo.partition("MemAvailable:")[2].split()[0]))
-    limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
+    limit, used = (text_of(Path(f"/sys/fs/cgroup/memory.{name}")) for name in ("max", "current"))
     if limit.isdigit() and used.isdigit():
         found.append(int(limit) - int(used))
     return min(found) if found else None
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""

@@ -179,10 +179,10 @@ def test_auto_goes_by_the_memory(monkeypatch: pytest.MonkeyPatch, free: int | No
 
 def test_memory_of_a_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caught: a container that is given the memory of its machine."""
-    files = {"/proc/meminfo": "MemTotal: 9\nMemAvailable:  1000 kB\n", "/sys/fs/cgroup/memory.max": "max\n"}
-    monkeypatch.setattr(background, "_read", lambda path: files.get(path, ""))
+    files = {"/proc/meminfo": "MemTotal: 9\nMemAvailable:  1000 kB\n", "/sys/fs/cgroup/memory.max": "max"}
+    monkeypatch.setattr(background, "text_of", lambda path: files.get(str(path), ""))
     assert background.available_memory() == 1_024_000
-    files |= {"/sys/fs/cgroup/memory.max": "5000\n", "/sys/fs/cgroup/memory.current": "2000\n"}
+    files |= {"/sys/fs/cgroup/memory.max": "5000", "/sys/fs/cgroup/memory.current": "2000"}
     assert background.available_memory() == 3000
     files.clear()
     assert background.available_memory() is None
