@@ -68,8 +68,7 @@ class Records(list[dict[str, Any]]):
 
 
 class NoMeter:
-    def data(self, seconds: float) -> None: ...
-    def step(self, seconds: float, tokens: int) -> None: ...
+    def step(self, seconds: float, data_seconds: float, tokens: int) -> None: ...
     def read(self) -> dict[str, Any]:
         return {}
 
@@ -232,14 +231,14 @@ def test_an_interval_counts_clipped_steps() -> None:
     interval = Interval(torch.device("cpu"), clip_norm=1.0)
     for norm in (2.0, 1.0, math.inf, math.nan, 1.5):
         interval.add(result(norm))
-    assert (interval.clipped, interval.n_skipped) == (2 / 5, 2)
+    assert (interval.read()["clipped"], interval.read()["skipped"]) == (2 / 5, 2)
     resumed = Interval(torch.device("cpu"), clip_norm=1.0)
     resumed.load_state_dict(json.loads(json.dumps(interval.state_dict())))
-    assert resumed.clipped == 2 / 5
+    assert resumed.read()["clipped"] == 2 / 5
     resumed.add(result(3.0))
-    assert resumed.clipped == 3 / 6
+    assert resumed.read()["clipped"] == 3 / 6
     resumed.reset()
-    assert resumed.clipped is None, "no steps, no share"
+    assert resumed.read()["clipped"] is None, "no steps, no share"
 
 
 def test_a_checkpoint_of_before_says_nothing_about_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
