@@ -11,7 +11,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.files import text_of
 from ngpt_train.doctor.bounded import Report
 from ngpt_train.doctor.findings import OK, WARNING, WRONG, Answer, Finding, differences, gb, of_each, unchecked
-from ngpt_train.training.checkpoint.background import available_memory
+from ngpt_train.training.hooks.saving import available_memory
 
 LIMITS = {"open files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
 UNLIMITED = "unlimited"
