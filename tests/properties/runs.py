@@ -1,6 +1,8 @@
 """Small training runs: their config and rows that can be learned."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,6 +84,20 @@ def micro_batches(name: str, size: Size, rows: int, context: int, seed: int, n: 
     else:
         batch = text_like_rows(rows, context, size.vocab_size, seed)
     return list(zip(*(part.chunk(n) for part in batch), strict=True))
+
+
+@contextmanager
+def infinite_loss(state: TrainState, cross_entropy: float = 1.0) -> Iterator[None]:
+    """Inside, the loss of a step and its gradients are infinite. cross_entropy: a factor of the reported loss."""
+
+    def poison(module: Any, inputs: Any, output: Any) -> Any:
+        if not module.training:
+            return output
+        return output._replace(total=output.total * torch.inf, cross_entropy=output.cross_entropy * cross_entropy)
+
+    handle = state.forward.register_forward_hook(poison)
+    yield
+    handle.remove()
 
 
 def held(state: TrainState) -> dict[str, Tensor]:

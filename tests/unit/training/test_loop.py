@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from ngpt_train.training.hooks.stopping import StopRequest
 from ngpt_train.training.loop import train
 from ngpt_train.training.state import Interval, TrainState
 from tests.properties.architectures import SMALL
-from tests.properties.runs import run_config, text_like_rows
+from tests.properties.runs import infinite_loss, run_config, text_like_rows
 from tests.reference.training import Recipe
 
 ROWS, T = 4, 16
@@ -117,15 +118,8 @@ def results(monkeypatch: pytest.MonkeyPatch) -> list[StepResult]:
     seen: list[StepResult] = []
 
     def poisoned(state: TrainState, micro_batches: Any, **options: Any) -> StepResult:
-        bad = state.step == BAD_STEP
-        handle = state.forward.register_forward_hook(
-            lambda module, inputs, output: output._replace(
-                total=output.total * (math.inf if bad else 1),
-                cross_entropy=output.cross_entropy * (math.nan if bad else 1),
-            )
-        )
-        seen.append(train_step(state, micro_batches, **options))
-        handle.remove()
+        with infinite_loss(state, math.nan) if state.step == BAD_STEP else nullcontext():
+            seen.append(train_step(state, micro_batches, **options))
         return seen[-1]
 
     monkeypatch.setattr(loop, "train_step", poisoned)
