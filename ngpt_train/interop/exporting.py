@@ -84,7 +84,7 @@ def _write(restored: Restored, own: ExportConfig, layout: Layout, work: Path) ->
         shutil.copyfile(path, work / path.name)
     write_yaml(restored.config, work / CONFIG)
     reads_eos_first = config.objective != "prefix_continuation"  # a decoder reads an eos before a document
-    yield from write_tokenizers(work, tokenizer, config.context, reads_eos_first)
+    yield write_tokenizers(work, tokenizer, config.context, reads_eos_first)
 
     yield check_bits(work, layout, config_json, {**weights, **statistics})
     if not layout.for_transformers:

@@ -11,7 +11,6 @@ from lm_eval.api.instance import Instance
 
 from ngpt_train.config import load_config
 from ngpt_train.config.sections.exchange import ExportConfig
-from ngpt_train.core.errors import ConfigError
 from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.restore import named, restore
@@ -186,5 +185,3 @@ def test_encoder_decoder(name: str, tokenizer: HuggingFaceTokenizer) -> None:
             requests("loglikelihood", [(context, continuation)])
         )
         assert found == pytest.approx(expected, rel=1e-12)
-    with pytest.raises(ConfigError, match="gives none to the beginning"):
-        Adapter(model, tokenizer, ALONE).loglikelihood_rolling(requests("loglikelihood_rolling", [(TEXT,)]))
