@@ -35,8 +35,8 @@ class Layout:
         return None
 
     def config_json(self, config: ModelConfig) -> dict[str, Any]:
-        """config.json, without token ids and dtype."""
-        return {NOTE: {"layout": self.name, "model": to_dict(Config(model=config))["model"]}}
+        """config.json, without token ids, dtype and the layout's name."""
+        return {NOTE: {"model": to_dict(Config(model=config))["model"]}}
 
     def to_foreign(self, weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
         """Takes canonical names, returns the program's names. Values keep their dtype."""

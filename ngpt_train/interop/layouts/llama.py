@@ -96,7 +96,7 @@ class LlamaLayout(Layout):
             "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
             "rope_theta": config.rope_base,  # for transformers before 5
             **({"use_sliding_window": False, "sliding_window": None} if self.qk_norm else {"mlp_bias": False}),
-            NOTE: {"layout": self.name, "rope_layout": config.rope_layout},
+            NOTE: {"rope_layout": config.rope_layout},
         }
 
     def to_foreign(self, weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
