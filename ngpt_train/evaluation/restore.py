@@ -145,7 +145,7 @@ def named(verb: str, key: str, value: str | None, own: Any) -> Trained:
 
 
 def check_overrides(
-    verb: str, trained: Sequence[Trained], config: Config, overrides: Sequence[str], also_used: Collection[str] = ()
+    verb: str, trained: Sequence[Trained], config: Config, overrides: Sequence[str], also_used: Collection[str]
 ) -> None:
     """Raises ConfigError for an override that contradicts a checkpoint. The log names unused overrides.
 
