@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ngpt_train.config.sections.generation import GenerateConfig
+from ngpt_train.config.sections.verbs import GenerateConfig
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.evaluation.sampling import Row, continue_rows, opened, row_of

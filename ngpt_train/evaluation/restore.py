@@ -23,11 +23,10 @@ from ngpt_train.distributed.layouts import choose_kernels, resolve_precision
 from ngpt_train.distributed.world import World, resolve_device
 from ngpt_train.evaluation.continued_prompts import Texts
 from ngpt_train.evaluation.sampling import opened
+from ngpt_train.models import build_model
 from ngpt_train.models.decoder import Decoder
-from ngpt_train.models.registry import build_model
 from ngpt_train.report.enough_memory import check_weights_fit
-from ngpt_train.training.checkpoint.catalogue import find_checkpoint, list_checkpoints, step_of
-from ngpt_train.training.checkpoint.integrity import read_progress
+from ngpt_train.training.checkpoint.catalogue import find_checkpoint, list_checkpoints, read_progress, step_of
 from ngpt_train.training.checkpoint.load import load_model, open_tensors
 
 logger = logging.getLogger(__name__)

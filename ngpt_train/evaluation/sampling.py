@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ngpt_train.config.sections.generation import GenerateConfig
+from ngpt_train.config.sections.verbs import GenerateConfig
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.decoding import Recomputed

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import ngpt_train
 from ngpt_train.config.places import new_directory
-from ngpt_train.config.sections.exchange import ExportConfig
+from ngpt_train.config.sections.verbs import ExportConfig
 from ngpt_train.config.stored import write_yaml
 from ngpt_train.core.checkout import git_commit
 from ngpt_train.core.errors import DataError
@@ -26,7 +26,7 @@ from ngpt_train.interop.safetensors_files import FLOATS, write_tensors
 from ngpt_train.interop.tokenizer_files import write_tokenizers
 from ngpt_train.interop.verification import check_bits, check_logits, check_reader, difference, random_rows
 from ngpt_train.models.weights import export_weights, load_weights
-from ngpt_train.training.checkpoint.integrity import read_progress
+from ngpt_train.training.checkpoint.catalogue import read_progress
 
 CONFIG = "ngpt_train_config.yaml"  # the run's config, in every export
 STATISTICS = "statistics."  # prefix of running statistics, as in a checkpoint

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import ngpt_train
 from ngpt_train.config.architectures import architectures
-from ngpt_train.config.composition.compose import load_config
+from ngpt_train.config.compose import load_config
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.places import new_directory
 from ngpt_train.config.schema import Config, TokenizerConfig, build, schema_keys

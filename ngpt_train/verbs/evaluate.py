@@ -12,7 +12,7 @@ from typing import Any
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.places import check_beside
 from ngpt_train.config.schema import Config
-from ngpt_train.config.sections.evaluation import check_contexts
+from ngpt_train.config.sections.records import check_contexts
 from ngpt_train.config.validate import mistake, show
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_json

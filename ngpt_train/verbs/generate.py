@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 
 from ngpt_train.config.schema import Config
-from ngpt_train.config.sections.generation import GenerateConfig
+from ngpt_train.config.sections.verbs import GenerateConfig
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import parse_json, read_whole, write_atomically
 from ngpt_train.core.log import saying_nothing
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
-from ngpt_train.distributed.compile_cache import keep_compiled
+from ngpt_train.distributed.compilation import keep_compiled
 from ngpt_train.distributed.layouts import resolve_compile
 from ngpt_train.distributed.world import World, resolve_device
 from ngpt_train.evaluation.continued_prompts import Text, Texts

@@ -14,8 +14,8 @@ from ngpt_train.config.schema import Config, build, schema_keys
 from ngpt_train.config.stored import to_dict
 from ngpt_train.config.validate import check_leaf, report_together
 from ngpt_train.core.errors import DataError
+from ngpt_train.models import build_model
 from ngpt_train.models.decoder import Decoder
-from ngpt_train.models.registry import build_model
 from ngpt_train.models.weights import canonical, named_weights
 
 NOTE = "ngpt_train"  # our own entry of config.json; transformers ignores it

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngpt_train.config.sections.generation import GenerateConfig
+from ngpt_train.config.sections.verbs import GenerateConfig
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer
-from ngpt_train.data.tokenizers.words import WordsTokenizer
+from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer, WordsTokenizer
 from ngpt_train.evaluation.continued_prompts import REPLACEMENT, ComingText, Texts
 from ngpt_train.evaluation.sampling import continue_rows, restricted, row_of, sample
 from ngpt_train.models import Decoder

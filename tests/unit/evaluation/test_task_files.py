@@ -13,7 +13,7 @@ import pytest
 from lm_eval.tasks import TaskManager
 
 from ngpt_train.config import load_config
-from ngpt_train.config.sections.evaluation import EvalConfig
+from ngpt_train.config.sections.records import EvalConfig
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer
 from ngpt_train.evaluation.tasks import task_files

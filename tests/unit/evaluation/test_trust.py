@@ -27,10 +27,9 @@ READERS = {
     "study/audit/auditing.py": "compared; taken",
     "study/audit/record_checks.py": "compared",
     "study/compare/step_times.py": "taken",
+    "study/points.py": "compared",
     "study/runner.py": "compared",
-    "study/sharing.py": "compared",
-    "training/provenance.py": "model",
-    "training/run_directory.py": "compared",
+    "training/run_directory.py": "compared; model",
     "verbs/audit.py": "train.device, train.deterministic; the config of the audit's own copy",
     "verbs/train.py": "optim.lr and its source; commits of data sets that the command line names",
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngpt_train.config.sections.exchange import LAYOUTS as OFFERED
+from ngpt_train.config.sections.verbs import LAYOUTS as OFFERED
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.interop.layouts import LAYOUTS, chosen_layout
 from ngpt_train.interop.layouts.llama import LlamaLayout, logits_of_transformers, to_half
