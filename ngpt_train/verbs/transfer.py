@@ -26,7 +26,7 @@ def main(config: Config, overrides: Sequence[str], options: Sequence[str] = ()) 
     """Prints a sentence for each axis and the rates, and writes transfer.json and the figures; returns the study's exit
     code, or 0. Where the study was interrupted it writes nothing: the same command goes on.
 
-    overrides: those of the command line, without directories; those that are not the study's are for its runs.
+    overrides: of the command line, without directories. The study's runs get the ones that are not for the study.
     options: as of `study`. Raises ConfigError for a mistake in the arguments, DataError for runs that cannot be read.
     """
     transfer = config.transfer
