@@ -39,9 +39,8 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     no place for the certificate, DataError where the run's files cannot be read, or name a text that is not known to be
     ours.
     """
-    signal.signal(
-        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # so that what is trained again ends too
+    # So that the training of a window ends too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     path, out = _run_directory(config.audit.run), config.audit.out
     target = Path(out).expanduser() if out is not None else path / CERTIFICATE
     if out is None and not os.access(path, os.W_OK):

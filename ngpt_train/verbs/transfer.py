@@ -67,7 +67,7 @@ def check_reading(transfer: TransferConfig, overrides: Sequence[str]) -> None:
     sizes = [f"transfer.{name}" for name in ("widths", "depths") if getattr(transfer, name)]
     made = [name_of(x) for x in overrides if not is_of_study(x) or (x.startswith("study") and "confidence" not in x)]
     if wrong := [*sizes, *made]:
-        problem = f"{wrong[0]}: {transfer.studies[0] if transfer.studies else ''} is looked at, and no run is made"
+        problem = f"{wrong[0]}: {transfer.studies[0]} is looked at, and no run is made"
         raise mistake(problem, "Leave it out, or the directories")
 
 
