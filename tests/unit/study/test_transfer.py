@@ -5,6 +5,7 @@ import math
 import os
 import shlex
 import signal
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -217,10 +218,11 @@ def test_a_transfer_that_is_interrupted_is_completed_by_the_same_command(
     ]
     given += ["transfer.widths=[32,64]", f"study.root={tmp_path}", "train.device=cpu"]
     root = tmp_path / "transfer-ngpt-debug"
+    stored = cache(lambda: Runs(read_stored(root)))
     seen: list[list[str]] = []
 
     def outcome(_: Any, point: Point, attempt: int) -> tuple[int | None, str]:
-        runs = Runs(read_stored(root))
+        runs = stored()
         if not seen:
             os.kill(os.getpid(), signal.SIGINT)
             leave(runs, point, {"reason": "stopped by SIGTERM", "step": 3})
