@@ -34,7 +34,7 @@ from ngpt_train.config.arguments import (
     put_directories,
     without_directories,
 )
-from ngpt_train.config.composition.compose import load_config
+from ngpt_train.config.compose import load_config
 from ngpt_train.config.schema import Config, check
 from ngpt_train.config.stored import to_yaml
 from ngpt_train.core.errors import ConfigError, is_told_here, same_on_host
@@ -154,7 +154,7 @@ def _command(arguments: list[str]) -> Callable[[], int]:
     line.overrides, directories = without_directories(verb, line.overrides)
     use_plugins(line.plugins)
     if line.help:
-        from ngpt_train.config.composition.help import help_text
+        from ngpt_train.config.help import help_text
 
         text = help_text(line.overrides, line.config_dir)
         return partial(_show, f"{VERBS[verb]}\n\n{USAGE.replace('VERB', verb, 1)}\n\n{text}")
@@ -229,7 +229,7 @@ def _options(line: CommandLine) -> list[str]:
 def _multirun(verb: str, line: CommandLine) -> int:
     """Runs the jobs of a sweep one after the other, each in a process of its own, so that neither a crash nor a
     process group reaches the next, and says of trainings how they ended. The exit code is the first that is not 0."""
-    from ngpt_train.config.composition.overrides import expand
+    from ngpt_train.config.overrides import expand
 
     jobs, configs = [], []
     for number, overrides in enumerate(expand(line.overrides)):
@@ -252,7 +252,7 @@ def _multirun(verb: str, line: CommandLine) -> int:
             print(f"interrupted: {len(jobs) - len(codes)} of {len(jobs)} jobs not started", file=sys.stderr)
             break
     if verb == "train":
-        from ngpt_train.report.sweep import results
+        from ngpt_train.report.ended_runs import results
 
         runs = [Path(config.run.root).expanduser() / config.run.name for config in configs]
         print(results(jobs, runs, codes), flush=True)

@@ -4,7 +4,7 @@ python scripts/hardware_configs.py
 """
 
 from ngpt_train.config import load_config
-from ngpt_train.config.composition.yaml_files import config_dir
+from ngpt_train.config.yaml_files import config_dir
 from ngpt_train.core.log import saying_nothing
 from ngpt_train.report.choice import RECOMPUTATIONS, Choice, choose
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import Field, dataclass, field
+from dataclasses import Field, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict, Union, Unpack
 
 if TYPE_CHECKING:
@@ -49,13 +49,6 @@ ROWS = Limits(minimum=1, maximum=10_000_000)
 SECONDS = Limits(above=0, maximum=10_000_000)
 SEED = Limits(minimum=0, maximum=2**63 - 1)
 
-# Sentences that several keys share.
-AVERAGE = (
-    "Takes the mean of the weights of so many checkpoints: the run's newest ones, up to the one that is named. "
-    "checkpoint.keep_last says how many a run keeps."
-)
-WEIGHTS = "The trained weights, or their moving average, which a run keeps with optim.ema_decay."
-
 
 def key(default: Any, doc: str, named: str | None = None, table: Table | None = None, **limits: Unpack[Limits]) -> Any:
     """A config key: `doc` is its sentence in `--help`, the rest are the limits of its value. named: its name, where
@@ -63,7 +56,7 @@ def key(default: Any, doc: str, named: str | None = None, table: Table | None = 
     empty sentence."""
     if not doc.strip():
         raise ValueError("a key without a sentence")
-    metadata = {"doc": doc, **({"named": named} if named else {}), **({"table": table} if table else {}), **limits}
+    metadata = {"doc": doc, "named": named, "table": table, **limits}
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -71,41 +64,18 @@ def key(default: Any, doc: str, named: str | None = None, table: Table | None = 
 
 def name_of(field: Field[Any]) -> str:
     """The name of the key that a field of the schema holds."""
-    return field.metadata.get("named", field.name)
+    return field.metadata.get("named") or field.name
 
 
 class VerbKeys:
     """The keys of a verb."""
 
     verb: ClassVar[str]
+    may_change: ClassVar = True
 
     def refused(self, config: Config) -> Iterator[Conflict]:
         """Keys that the verb lacks, and keys that exclude each other."""
         yield from ()
-
-
-@dataclass
-class CheckpointKeys(VerbKeys):
-    """The keys of the verbs that read one checkpoint: `evaluate`, `generate` and `export`."""
-
-    checkpoint: Union[str, None] = key(
-        None, "Run directory (its newest checkpoint), checkpoint directory, or RUN/best."
-    )
-    average: int = key(1, AVERAGE, minimum=1, maximum=1000)
-    weights: str = key("trained", WEIGHTS, choices=("trained", "ema"))
-
-    def refused(self, config: Config) -> Iterator[Conflict]:
-        if self.checkpoint is None:
-            fix = f"For example {self.verb}.checkpoint={config.run.example()}"
-            yield f"{self.verb}.checkpoint", "no checkpoint is named", fix
-        yield from average_of_averages(self.verb, self.average, self.weights)
-
-
-def average_of_averages(verb: str, average: int, weights: str) -> Iterator[Conflict]:
-    """`weights` is the value of VERB.weights, `average` of VERB.average."""
-    if average > 1 and weights == "ema":
-        fix = f"Set {verb}.average=1 or {verb}.weights=trained"
-        yield f"{verb}.average {verb}.weights", "an average of averages", fix
 
 
 def nearest_divisors(name: str, value: int, whole: int, unit: int = 1) -> str:

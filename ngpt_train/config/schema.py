@@ -16,18 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 from ngpt_train.config.keys import AUTO, Conflict, name_of
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.config.sections.analysis import AnalyzeConfig, ProbeConfig
 from ngpt_train.config.sections.data import DataConfig, TokenizerConfig
-from ngpt_train.config.sections.evaluation import EvalConfig, EvaluateConfig
-from ngpt_train.config.sections.exchange import ExportConfig, ImportConfig
-from ngpt_train.config.sections.generation import GenerateConfig
 from ngpt_train.config.sections.optim import OptimConfig, ScheduleConfig
-from ngpt_train.config.sections.parallel import ParallelConfig
-from ngpt_train.config.sections.planning import DoctorConfig, PlanConfig
-from ngpt_train.config.sections.records import CheckpointConfig, GuardsConfig, LoggingConfig
-from ngpt_train.config.sections.run import RunConfig, ScaleConfig
+from ngpt_train.config.sections.records import CheckpointConfig, EvalConfig, GuardsConfig, LoggingConfig
 from ngpt_train.config.sections.studies import AuditConfig, CompareConfig, StudyConfig, TransferConfig
-from ngpt_train.config.sections.training import KernelsConfig, TrainConfig
+from ngpt_train.config.sections.training import KernelsConfig, ParallelConfig, RunConfig, ScaleConfig, TrainConfig
+from ngpt_train.config.sections.verbs import (
+    AnalyzeConfig,
+    DoctorConfig,
+    EvaluateConfig,
+    ExportConfig,
+    GenerateConfig,
+    ImportConfig,
+    PlanConfig,
+    ProbeConfig,
+)
 from ngpt_train.config.validate import Key, Origin, report_together
 
 _KEYS: dict[type[ModelConfig], dict[str, Key]] = {}  # of schema_keys
@@ -124,13 +127,15 @@ def schema_keys(model: type[ModelConfig]) -> dict[str, Key]:
     return _KEYS[model]
 
 
-def _walk(section: Any, prefix: str) -> Iterator[Key]:
-    """section: with the defaults, which differ between architectures for keys of one section, as model.init."""
+def _walk(section: Any, prefix: str, may_change: Any = ()) -> Iterator[Key]:
+    """section: with the defaults, which differ between architectures for keys of one section, as model.init.
+    may_change: what holds for the sections in it."""
+    may_change = getattr(section, "may_change", may_change)
     types = typing.get_type_hints(type(section))
     for part in dataclasses.fields(section):
         name, kind, default = prefix + name_of(part), types[part.name], getattr(section, part.name)
         if dataclasses.is_dataclass(default):
-            yield from _walk(default, name + ".")
+            yield from _walk(default, name + ".", may_change)
             continue
         union = typing.get_args(kind) if typing.get_origin(kind) is typing.Union else (kind,)
         items = [item for member in union if typing.get_origin(member) is list for item in typing.get_args(member)]
@@ -140,7 +145,8 @@ def _walk(section: Any, prefix: str) -> Iterator[Key]:
         or_auto = str in members and not {int, float, bool}.isdisjoint(members)
         limits = {"choices": (AUTO,) if or_auto else None, "items": items[0] if items else float, **part.metadata}
         limits.pop("named", None)
-        yield Key(name=name, types=members, default=default, field=part.name, **limits)
+        free = may_change is True or part.name in may_change
+        yield Key(name=name, types=members, default=default, field=part.name, may_change=free, **limits)
 
 
 def build(values: Mapping[str, Any], model: type[ModelConfig]) -> Config:

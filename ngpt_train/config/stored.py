@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.config.architectures import all_keys, architectures
-from ngpt_train.config.keys import AUTO, TABLES, name_of
+from ngpt_train.config.keys import AUTO, name_of
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config, build, schema_keys
 from ngpt_train.config.sections.data import commits_of, with_commits
@@ -20,23 +20,6 @@ from ngpt_train.config.validate import any_of, check_leaf, did_you_mean, flatten
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_yaml_text, write_atomically
 from ngpt_train.core.secrets import redacted
-
-# What a resumed run may change: it alters neither a weight nor the order of the data. data.path, data.val_files and
-# tokenizer.path may move, because their content is compared by fingerprint. run.init_from counts at step 0 alone.
-_OF_VERBS = ("generate", "evaluate", "analyze", "probe", "export", "import", "plan", "doctor")
-_OF_STUDIES = ("study", "compare", "audit", "transfer")
-_HARMLESS_SECTIONS = ("parallel", "kernels", "checkpoint", "logging", *_OF_VERBS, *_OF_STUDIES)
-_HARMLESS = {
-    "run": "name root resume resume_step overwrite allow_change max_time init_from",
-    "scale": "name",
-    "model": "init_table",
-    "train": "stop_at profile micro_rows device compile cuda_graphs deterministic activation_checkpointing",
-    "optim": "lr_table lr_source",
-    "data": "path val_files out cache text_gb cache_gb workers prepare_workers prefetch on_bad_shard fetch_minutes",
-    "tokenizer": "path",
-    "eval": "every rows tokens budget contexts tasks tasks_every tasks_path",
-    "schedule": "warmup_tokens",  # the steps that it stands for are compared
-}
 
 # Keys that earlier versions stored with every run, and that changed no bit of one: they are not read.
 GONE = ("bench.", "transfer.patch")
@@ -110,13 +93,15 @@ def redact(tree: Mapping[str, Any]) -> dict[str, Any]:
 def what_differs(stored: Config, new: Config) -> list[tuple[str, Any, Any]]:
     """The name, stored value and new value of each key that a run must not change on its way from `stored` to `new`,
     both resolved."""
-    old_values, new_values = (dict(flatten(to_dict(config), TABLES)) for config in (stored, new))
-    as_stored = dict(flatten(redact(to_dict(new)), TABLES))
+    keys = all_keys()
+    old_values, new_values, as_stored = (
+        dict(flatten(tree, keys)) for tree in (to_dict(stored), to_dict(new), redact(to_dict(new)))
+    )
     return [
         (name, old_values.get(name, "(none)"), as_stored.get(name, "(none)"))
         for name in dict.fromkeys([*old_values, *new_values])
         if old_values.get(name) not in (new_values.get(name), as_stored.get(name))
-        and not _is_harmless(name, stored, new)
+        and not (keys[name].may_change or _may_change_here(name, stored, new))
     ]
 
 
@@ -196,7 +181,8 @@ def began_with_table(stored: Config) -> bool:
     return bool(optim.lr_source) or (stored.scale.name in optim.lr_table and optim.lr == optim.from_table(stored)[0])
 
 
-def _is_harmless(name: str, stored: Config, new: Config) -> bool:
+def _may_change_here(name: str, stored: Config, new: Config) -> bool:
+    """Whether a key that a resumed run must not change may differ between these two."""
     if name == "train.steps":
         return new.train.steps > stored.train.steps
     if name == "optim.lr":
@@ -214,7 +200,4 @@ def _is_harmless(name: str, stored: Config, new: Config) -> bool:
     if name in ("data.revision", "data.mixture"):  # a branch stands for the commit that the run began with
         value = getattr(with_commits(new.data, commits_of(stored.data)), name.removeprefix("data."))
         return value == getattr(stored.data, name.removeprefix("data."))
-    if name == "data.objective":
-        return stored.data.objective == AUTO  # a run from before this key existed
-    section, _, key = name.partition(".")
-    return section in _HARMLESS_SECTIONS or key in _HARMLESS.get(section, "").split()
+    return name == "data.objective" and stored.data.objective == AUTO  # a run from before this key existed

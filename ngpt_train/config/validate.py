@@ -1,4 +1,5 @@
-"""Checks keys one by one: does the key exist, has its value the type and the limits that its section states?"""
+"""Checks groups and keys one by one: does the name exist, has the group the option, has the value the type and the
+limits that its section states?"""
 
 from __future__ import annotations
 
@@ -49,6 +50,7 @@ class Key:
     below: float | None = None
     items: type = float  # of a list: int, float or str
     table: Table | None = None
+    may_change: bool = False  # on a resume
 
     @property
     def is_free_text(self) -> bool:
@@ -197,19 +199,68 @@ def check_leaves(values: Mapping[str, Any], keys: Mapping[str, Key], place: str 
             check_leaf(name, value, keys, place)
 
 
+def check_name(
+    name: str, value: str, options: Mapping[str, Sequence[str]], keys: Mapping[str, Key], place: str = ""
+) -> None:
+    """Raises ConfigError unless `name` is a group that has the option `value`, or a key that can be set here.
+    options: of each group."""
+    if name in options:
+        check_option(name, value, options[name], place)
+    elif instead := [k.table.instead for k in keys.values() if k.table and f"{name}.".startswith(f"{k.name}.")]:
+        raise mistake(f"{name}={value}: a table cannot be set here", *instead, place=place)
+    elif name not in keys:
+        raise unknown_key(name, value, keys, list(options), place)
+
+
+def check_option(group: str, option: str, options: Sequence[str], place: str = "") -> None:
+    """Raises ConfigError unless `group` has `option`."""
+    if option in options:
+        return
+    if group == "parallel" and _is_tensor_or_context(option):
+        raise mistake(f"parallel={option}: {_NO_TENSOR_OR_CONTEXT}", _INSTEAD, place=place)
+    table, _, row = option.rpartition("/")
+    rows, siblings = _below(option, options), _below(table, options)
+    known = f"{group} has the options {', '.join(_folded(options))}"
+    if group == "tasks":
+        known += f"\n  Tasks themselves are a list: {group}=[{option}]"
+    if "," in option or option.startswith(("[", "{")):
+        problem = f"a group takes one option; to run several one after the other write -m {group}=a,b"
+    elif rows:
+        problem = f"several; choose one, for example {group}={option}/{rows[0]}"
+        known = f"{option} has {', '.join(_folded(rows))}"
+    elif siblings:
+        problem = f"{table} has no {row}{did_you_mean(nearest(row, siblings))}"
+        known = f"{table} has {', '.join(_folded(siblings))}"
+    else:
+        near = nearest(option, dict.fromkeys([*options, *_folded(options)]))
+        problem = f"no such option{did_you_mean(near)}"
+        if group == "model" and not near and option.isidentifier() and option != "null":
+            known += f"\n  The folder of an architecture from outside is named each time: --plugin .../{option}"
+    raise mistake(f"{group}={option}: {problem}", known, place=place)
+
+
+def _below(table: str, options: Iterable[str]) -> list[str]:
+    return [option.removeprefix(f"{table}/") for option in options if option.startswith(f"{table}/")]
+
+
+def _folded(options: Iterable[str]) -> list[str]:
+    """The options, those of one table as `table/...`."""
+    return list(dict.fromkeys(f"{name.rpartition('/')[0]}/..." if "/" in name else name for name in options))
+
+
 def is_interpolation(value: Any) -> bool:
     """Whether `value` is text such as ${scale.name}, which OmegaConf replaces after composition."""
     return isinstance(value, str) and "${" in value
 
 
-NO_TENSOR_OR_CONTEXT = "there is no tensor and no context parallelism here, the models fit GPUs without"
-INSTEAD = (
+_NO_TENSOR_OR_CONTEXT = "there is no tensor and no context parallelism here, the models fit GPUs without"
+_INSTEAD = (
     "Use parallel=fsdp or hsdp; less memory still: train.activation_checkpointing=selective or full, and fewer "
     "train.micro_rows"
 )
 
 
-def is_tensor_or_context(word: str) -> bool:
+def _is_tensor_or_context(word: str) -> bool:
     """Whether a user who writes parallel=WORD or parallel.WORD=2 asks for tensor, sequence or context parallelism."""
     short = word.lower().replace("-", "_").removesuffix("_size").removesuffix("_parallel")
     return short in ("tp", "cp", "sp", "tensor", "context", "sequence", "ring")
@@ -217,8 +268,8 @@ def is_tensor_or_context(word: str) -> bool:
 
 def unknown_key(name: str, value: str, keys: Iterable[str], groups: Sequence[str] = (), place: str = "") -> ConfigError:
     """The error for a name that is none of `keys`; it says whether it is a section, or which key or group is near."""
-    if name.startswith("parallel.") and is_tensor_or_context(name.partition(".")[2]):
-        return mistake(f"{name}={value}: {NO_TENSOR_OR_CONTEXT}", INSTEAD, place=place)
+    if name.startswith("parallel.") and _is_tensor_or_context(name.partition(".")[2]):
+        return mistake(f"{name}={value}: {_NO_TENSOR_OR_CONTEXT}", _INSTEAD, place=place)
     members = [key for key in keys if key.startswith(name + ".")]
     if members:
         fix = "Set its keys: " + ", ".join(members)

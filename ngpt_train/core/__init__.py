@@ -1,1 +1,1 @@
-"""Errors, atomic files, JSON, constants, the log, progress, secrets. Imports no other room of the package."""
+"""Errors, files, the log, progress, secrets, the process. Imports no other room of the package."""

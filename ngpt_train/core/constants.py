@@ -1,5 +1,4 @@
-"""Special values, in a batch and in messages, that one room writes and another reads."""
+"""Special values in a batch, which one room writes and another reads."""
 
 IGNORED = -100  # target that the loss leaves out, as in torch's cross_entropy
 PADDING = -1  # document id of a position that belongs to no document
-ALARM = "alarm: "  # begins a message that has to reach people who do not look at the log

@@ -1,16 +1,18 @@
 """Writes files atomically: a reader finds the old content or the new content, never a part of either. Reads files that
-others may have forged: within bounds of size, nesting and memory, and without waiting."""
+others may have forged: within bounds of size, nesting and memory, and without waiting. Locks directories."""
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
+import socket
 import stat
 from collections.abc import Container, Iterable, Iterator
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.secrets import redacted
@@ -187,3 +189,64 @@ def read_yaml_text(path: Path) -> str:
         if values > MOST_YAML_VALUES or len(open_nodes) > MOST_YAML_DEPTH:
             raise ValueError(f"more than {MOST_YAML_VALUES:,} values or {MOST_YAML_DEPTH} levels, aliases resolved")
     return text
+
+
+class DirectoryLock:
+    """The lock by which one process at a time uses `directory`: its file `lock`. The kernel drops it when the process
+    ends, however."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / "lock"
+        self._file: IO[str] | None = None
+
+    def create(self) -> None:
+        """Makes the file, if there is none. Raises OSError."""
+        self._file = self._path.open("a")
+
+    def take(self) -> None:
+        """Takes the lock and writes who holds it into its file, for those who are refused. After `create`. Raises
+        BlockingIOError if another process holds it, OSError where the file system has no locks."""
+        assert self._file is not None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:
+            self._sign()
+            raise
+        self._sign()
+
+    def is_taken(self) -> bool:
+        """Whether a process holds the lock."""
+        try:
+            with open(os.open(self._path, os.O_RDONLY | os.O_NONBLOCK)) as file:  # a pipe would be waited for
+                # A shared lock, so that ranks that look at the same time do not refuse each other.
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        except OSError:  # no locks on this file system; `take` says so
+            return False
+        return False
+
+    def holder(self) -> str:
+        """Who holds the lock, in words."""
+        try:
+            return read_whole(self._path, 1 << 10).decode().strip() or "a running process"
+        except (OSError, ValueError):
+            return "a running process"
+
+    def release(self) -> None:
+        """Drops the lock, if this process has it."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.truncate(0)
+            self._file.close()
+
+    def _sign(self) -> None:
+        assert self._file is not None
+        with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
+            self._file.truncate(0)
+            self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            self._file.flush()

@@ -1,8 +1,10 @@
-"""torchrun and Slurm, as a process that they have started sees them: which job this is, whether it was started before,
-and whether the launcher still lives."""
+"""Who has started this process, and whether it still lives: torchrun or Slurm (which job this is, whether it was
+started before), or a process of this program."""
 
 import contextlib
+import ctypes
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -21,6 +23,7 @@ GRACE_SECONDS = 120.0
 NO_NAME = "none"  # torchrun's name for a job without --rdzv-id
 END_FILE = "NGPT_TRAIN_END"  # in the environment: torchrun hides the exit codes of its processes from a script
 _END = "ngpt_train_end.json"
+PR_SET_PDEATHSIG = 1  # of Linux' prctl
 # The numbers that a launcher puts into the environment, and which one.
 NUMBERS = {
     "RANK": "torchrun",
@@ -158,3 +161,26 @@ def end_with_launcher() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()
+
+
+def die_with_parent() -> None:
+    """Has Linux kill this process, a stopped one too, as soon as the thread that has started it ends, however that
+    happens."""
+    with contextlib.suppress(OSError, AttributeError):  # another system
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def end_with_parent() -> None:
+    """Ends this process, which `multiprocessing` has started, as soon as its parent process has ended, whatever this
+    process is doing; on Linux also where it is stopped."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    die_with_parent()
+    if os.getppid() != parent.pid:  # it has ended before the request
+        os._exit(1)
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

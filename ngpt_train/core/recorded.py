@@ -1,5 +1,6 @@
-"""The kind of each field in the files of a run. Others may have written them, so each field is checked as it
-is read, and whoever uses it later may trust it."""
+"""The records of a run: who takes them while it trains, and the kind of each field in its files. Others may have
+written the files, so each field is checked as it is read, and whoever uses it later may trust it. Without torch:
+wandb's process imports it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,25 @@ from typing import Any, NamedTuple
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import json_lines, read_json
 
+ALARM = "alarm: "  # begins a message that has to reach people who do not look at the log
+
 Record = dict[str, Any]
+
+
+class Sink:
+    """Takes the records and messages of a run: metrics.jsonl, the console, wandb. Only rank 0 has sinks."""
+
+    def log(self, record: Record) -> None:
+        """Takes a record {"kind": "train" | "eval" | "tasks" | "sample" | "telemetry" | "rollback", "step": n, ...}.
+
+        Its other values are numbers or None; a sample also has texts.
+        """
+
+    def message(self, text: str) -> None:
+        """Takes one line for people."""
+
+    def close(self, reason: str) -> None:
+        """Called once, last. reason: how the run ended."""
 
 
 class Kind(NamedTuple):

@@ -14,16 +14,14 @@ import numpy as np
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.data import mixture_of
 from ngpt_train.core.errors import DataError
-from ngpt_train.data.dataset import Dataset
+from ngpt_train.data.dataset import Dataset, Tokens
 from ngpt_train.data.mixed import Mixed
-from ngpt_train.data.prepared.manifest import MANIFEST, read_manifest
-from ngpt_train.data.prepared.token_files import count_tokens
 from ngpt_train.data.rows import row_format, rows_of
+from ngpt_train.data.shard_cache import OpenShards
 from ngpt_train.data.sources.local_files import list_files, list_library
 from ngpt_train.data.sources.source import text_size
-from ngpt_train.data.streamed.shard_cache import OpenShards
-from ngpt_train.data.streamed.stream import StreamSettings, first_place, n_windows, window_pieces, window_shards
-from ngpt_train.data.token_sequence import Tokens
+from ngpt_train.data.streamed_text import StreamSettings, first_place, n_windows, window_pieces, window_shards
+from ngpt_train.data.token_files import MANIFEST, count_tokens, read_manifest
 
 logger = logging.getLogger(__name__)
 

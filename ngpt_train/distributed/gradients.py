@@ -9,9 +9,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ngpt_train.config.sections.parallel import ParallelConfig
-from ngpt_train.distributed.layouts import vectors
-from ngpt_train.distributed.sharding import replicas
+from ngpt_train.config.sections.training import ParallelConfig
+from ngpt_train.distributed.layouts import replicas, vectors
 from ngpt_train.distributed.world import World
 
 

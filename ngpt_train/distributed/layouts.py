@@ -1,4 +1,5 @@
-"""Layouts of a single-device model for training: activation checkpointing, then compile, then FSDP2 (HSDP) or DDP."""
+"""Layouts of a single-device model for training: activation checkpointing, then compile, then FSDP2 (HSDP) or DDP; and
+batch statistics of norms when the rows of a batch are spread over ranks."""
 
 from __future__ import annotations
 
@@ -6,23 +7,26 @@ import inspect
 import logging
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ngpt_train.config.keys import AUTO
 from ngpt_train.core.errors import ConfigError, told_by_rank_0
 from ngpt_train.core.log import say_once
-from ngpt_train.distributed.compile_cache import keep_compiled
-from ngpt_train.distributed.cuda_graphs import begin_graph_step_at_forward, check_cuda_graphs
+from ngpt_train.distributed.compilation import begin_graph_step_at_forward, check_cuda_graphs, keep_compiled
 from ngpt_train.distributed.recomputation import checkpoint_blocks
-from ngpt_train.distributed.statistics import synchronise_statistics
+from ngpt_train.distributed.world import World
 from ngpt_train.kernels import attention, dispatch
-from ngpt_train.models.registry import build_model
+from ngpt_train.models import Decoder, build_model
 
 if TYPE_CHECKING:
     from ngpt_train.config.schema import Config, ParallelConfig
@@ -210,3 +214,56 @@ def replicate(model: Decoder, world: World, tokens: Tensor) -> nn.Module:
     model.zero_grad(set_to_none=True)
     model.train(was_training)
     return ddp
+
+
+def replicas(tensor: Tensor) -> int:
+    """The number of ranks with the same rows of a sharded tensor; 1 for a tensor that is not sharded."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    mesh = tensor.device_mesh
+    return mesh.size() // mesh.size(mesh.ndim - 1)
+
+
+def shard_number(tensor: Tensor) -> int:
+    """The number of this rank's shard, from 0; 0 for a tensor that is not sharded."""
+    return tensor.device_mesh.get_local_rank(tensor.device_mesh.ndim - 1) if isinstance(tensor, DTensor) else 0
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """A sum over ranks. Its gradient is also summed over ranks, because the input of each rank changes every loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        total = gradients[0].clone()
+        dist.all_reduce(total)
+        return total
+
+
+def synchronise_statistics(model: nn.Module) -> None:
+    """Makes norms over the batch take their statistics over the rows of all ranks.
+
+    Such a norm has an attribute `over_ranks`, a function that sums over ranks. Each forward and backward pass is then
+    collective.
+    """
+    for module in model.modules():
+        if hasattr(module, "over_ranks"):
+            setattr(module, "over_ranks", _SumOverRanks.apply)  # noqa: B010 (types: a Module has no such attribute)
+
+
+@contextmanager
+def averaged_statistics(model: Decoder, world: World) -> Iterator[None]:
+    """Inside, running statistics are means over ranks. Afterwards they are the rank's own. A collective call."""
+    own = {name: value.clone() for name, value in model.statistics().items()}
+    for value in model.statistics().values():
+        value.copy_(world.sum_(value.clone()) / world.size)
+    try:
+        yield
+    finally:
+        for name, value in model.statistics().items():
+            value.copy_(own[name])

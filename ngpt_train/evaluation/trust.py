@@ -6,6 +6,8 @@ key of text has a rule here. So has each key that acts on this machine.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
 import os
 import shlex
@@ -19,7 +21,6 @@ from ngpt_train.config.stored import to_dict
 from ngpt_train.config.validate import Key, flatten, show
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.log import say_once
-from ngpt_train.core.named import is_known, note
 from ngpt_train.core.recorded import printable
 
 TAKEN = "taken"  # the run's value: it names only a part of the run, or a part of a NAMED source
@@ -90,8 +91,23 @@ def taken(stored: Config, own: Config, overrides: Sequence[str], opens: Collecti
 
 
 def note_names(config: Config) -> None:
-    """Remembers the sources and directories of an own training."""
-    note(name for names in names_of(config).values() for name in names)
+    """Remembers the sources and directories of an own training on this machine, one file each below
+    $XDG_STATE_HOME/ngpt_train/named (~/.local/state); who deletes a file forgets. Where that cannot be written, they
+    stay unknown."""
+    with contextlib.suppress(OSError):
+        for name in [name for names in names_of(config).values() for name in names if not is_known(name)]:
+            _file(name).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _file(name).write_text(name + "\n")
+
+
+def is_known(name: str) -> bool:
+    """Whether an own training has named this source or directory."""
+    return _file(name).is_file()
+
+
+def _file(name: str) -> Path:
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+    return state / "ngpt_train" / "named" / hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def is_text_of(own: Config, stored: Config) -> bool:

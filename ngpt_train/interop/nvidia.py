@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import DataError
-from ngpt_train.interop.fit import check_layers, check_tensors, checked_config
+from ngpt_train.interop.layouts.layout import check_layers, check_tensors, checked_config
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.ngpt.keys import NGPTConfig
 

@@ -8,7 +8,7 @@ from typing import Any
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import to_dict
-from ngpt_train.core.sink import Sink
+from ngpt_train.core.recorded import Sink
 from ngpt_train.observe.console import Clock, LogFile, console_sink
 from ngpt_train.observe.sinks import JsonlSink, TensorboardSink
 from ngpt_train.observe.wandb_sink import WandbSink

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ngpt_train.core.recorded import Sink
 from ngpt_train.core.secrets import redacted
-from ngpt_train.core.sink import Sink
 
 # Kinds of records. A telemetry record has too many numbers for a line.
 SHOWN = ("train", "eval", "tasks", "sample")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.core.files import json_lines, write_atomically
-from ngpt_train.core.sink import Sink
+from ngpt_train.core.recorded import Sink
 
 logger = logging.getLogger(__name__)
 

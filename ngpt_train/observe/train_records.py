@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ngpt_train.core.recorded import Record
-from ngpt_train.data.position import data_hash
+from ngpt_train.data.loader import data_hash
 from ngpt_train.training.hooks.hook import Hook, TrainingRun, due
 
 if TYPE_CHECKING:
-    from ngpt_train.data.position import Position
+    from ngpt_train.data.loader import Position
     from ngpt_train.distributed.world import World
     from ngpt_train.observe.meters import Meter
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
-from ngpt_train.core.processes import end_with_parent
+from ngpt_train.core.launcher import end_with_parent
 from ngpt_train.observe.console import format_count
 from ngpt_train.study.definition import LR, Study
 from ngpt_train.study.points import DONE, Point, Result, Runs
@@ -120,7 +120,7 @@ def _measure(configs: Mapping[str, Config], threads: int, here: bool, answers: C
     import torch
 
     from ngpt_train.core.log import saying_nothing  # which imports torch
-    from ngpt_train.models.registry import build_model
+    from ngpt_train.models import build_model
     from ngpt_train.report.launch_plan import planned_vocabulary
 
     torch.set_num_threads(threads)

@@ -17,10 +17,9 @@ import yaml
 
 from ngpt_train.config.architectures import all_keys
 from ngpt_train.config.arguments import is_of_study
-from ngpt_train.config.composition.overrides import parse_row
-from ngpt_train.config.composition.yaml_files import Files
 from ngpt_train.config.sections.studies import StudyConfig
 from ngpt_train.config.validate import check_leaf, did_you_mean, mistake, nearest, show
+from ngpt_train.config.yaml_files import Files, parse_row
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_yaml_text, write_atomically
 from ngpt_train.core.secrets import command_of, redacted

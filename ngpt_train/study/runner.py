@@ -15,8 +15,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import read_yaml
 from ngpt_train.config.validate import did_you_mean, mistake, nearest, show
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.core.files import write_json
-from ngpt_train.core.lock import DirectoryLock
+from ngpt_train.core.files import DirectoryLock, write_json
 from ngpt_train.study.compare.comparison import check_out
 from ngpt_train.study.cost import costs, measure, table
 from ngpt_train.study.definition import Study, read_study, write_study
@@ -78,7 +77,7 @@ def make(
         if lock is None:
             return 0
         write_study(study)
-        from ngpt_train.training.signals import StopRequest  # brings torch, which a mistake need not wait for
+        from ngpt_train.training.hooks.stopping import StopRequest
 
         stop = StopRequest(max_hours=None)
         with stop, ProgressLines(study, expected, engine.jobs) as progress:

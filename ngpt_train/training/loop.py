@@ -8,7 +8,7 @@ import torch
 
 from ngpt_train.training.guards import explain_out_of_memory
 from ngpt_train.training.hooks.hook import STEP, TrainingRun
-from ngpt_train.training.signals import StoppedWaitingError
+from ngpt_train.training.hooks.stopping import StoppedWaitingError
 from ngpt_train.training.step import NOBODY, train_step
 
 

@@ -1,7 +1,8 @@
-"""The training state: model, optimizer and counters, which a training step changes."""
+"""The training state: model, optimizer, counters and sums, which a training step changes."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,16 +15,81 @@ from ngpt_train.distributed.layouts import parallelize
 from ngpt_train.distributed.world import join_world
 from ngpt_train.optim.loss_scale import LossScale
 from ngpt_train.optim.moving_average import MovingAverage
-from ngpt_train.optim.optimizer import build_optimizer, lr_factors
-from ngpt_train.optim.storage import round_to_bf16_
+from ngpt_train.optim.optimizer import build_optimizer, lr_factors, round_to_bf16_
 from ngpt_train.training.feed import resolve_micro_rows
 from ngpt_train.training.guards import Guards, explain_out_of_memory
-from ngpt_train.training.interval import Interval
 
 if TYPE_CHECKING:
     from ngpt_train.config.schema import Config
     from ngpt_train.distributed.world import World
     from ngpt_train.models.decoder import Decoder
+    from ngpt_train.training.step import StepResult
+
+
+class Interval:
+    """Sums since the last train record: the loss, targets, steps, skipped steps and clipped steps. They are on the
+    device, so that no step waits for them.
+
+    clip_norm: gradients with a larger norm are clipped; None: no gradient is clipped. A checkpoint holds the sums, so
+    that the first record after a resume is the same as without the interruption.
+    """
+
+    def __init__(self, device: torch.device, clip_norm: float | None) -> None:
+        self._clip_norm = clip_norm
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)  # nats
+        self._n_targets = torch.zeros((), dtype=torch.int64, device=device)
+        self._n_skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self._n_clipped = torch.zeros((), dtype=torch.int64, device=device)
+        self._n_steps = 0
+
+    def add(self, result: StepResult) -> None:
+        """Adds a step. A skipped step, whose loss may be NaN, adds to the skipped steps alone."""
+        self._loss_sum += result.loss_sum.masked_fill(result.skipped, 0.0)
+        self._n_targets += result.n_tokens.masked_fill(result.skipped, 0)
+        self._n_skipped += result.skipped
+        self._n_steps += 1
+        if self._clip_norm is not None:
+            self._n_clipped += (result.grad_norm > self._clip_norm) & ~result.skipped
+
+    @property
+    def loss_mean(self) -> float:
+        """Mean cross-entropy in nats over all targets, without skipped steps; NaN if there are no targets.
+
+        Every target has the same weight, as in the loss of a step.
+        """
+        return float(self._loss_sum / self._n_targets) if self._n_targets else math.nan
+
+    @property
+    def n_skipped(self) -> int:
+        return int(self._n_skipped)
+
+    @property
+    def clipped(self) -> float | None:
+        """Clipped steps / steps; None without clipping. Skipped steps do not count as clipped."""
+        return None if self._clip_norm is None or not self._n_steps else int(self._n_clipped) / self._n_steps
+
+    def reset(self) -> None:
+        for value in (self._loss_sum, self._n_targets, self._n_skipped, self._n_clipped):
+            value.zero_()
+        self._n_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums as exact numbers for JSON."""
+        return {
+            "loss_sum": float(self._loss_sum),
+            "n_targets": int(self._n_targets),
+            "n_skipped": int(self._n_skipped),
+            "n_clipped": int(self._n_clipped),
+            "n_steps": self._n_steps,
+        }
+
+    def load_state_dict(self, stored: Mapping[str, Any]) -> None:
+        self._loss_sum.fill_(stored["loss_sum"])
+        self._n_targets.fill_(stored["n_targets"])
+        self._n_skipped.fill_(stored["n_skipped"])
+        # Earlier versions did not count these: then the share covers the steps since the resume.
+        self._n_clipped.fill_(stored.get("n_clipped", 0))
+        self._n_steps = stored.get("n_steps", 0)
 
 
 @dataclass
@@ -78,10 +144,7 @@ def check_kernels(config: Config, world: World, stored: Mapping[str, Any] | None
     stored: the run's last check in run.json; its choices by speed stay. Returns {"kernels": ...} for the entry of this
     start in run.json; empty without a GPU. Raises ConfigError where a kernel must not run but the config names it.
     """
-    micro_rows = resolve_micro_rows(
-        config.train.rows_per_step, config.train.micro_rows, config.model.context, world.size
-    )
-    contact = first_contact(config, world, micro_rows, stored)
+    contact = first_contact(config, world, resolve_micro_rows(config, world.size), stored)
     return {} if contact is None else {"kernels": contact.json()}
 
 
@@ -91,9 +154,7 @@ def build_state(config: Config, world: World | None = None) -> TrainState:
     Raises ConfigError if the config does not fit the number of ranks or the devices, or if vocab_size is still `auto`.
     """
     world = world or join_world(config)
-    micro_rows = resolve_micro_rows(
-        config.train.rows_per_step, config.train.micro_rows, config.model.context, world.size
-    )
+    micro_rows = resolve_micro_rows(config, world.size)
     with explain_out_of_memory(micro_rows):
         model, forward = parallelize(config, world, micro_rows)
     groups = model.parameter_groups()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import signal
 import sys
 from collections.abc import Sequence
@@ -13,21 +12,18 @@ from typing import Any
 
 import torch
 
-import ngpt_train
 from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import read_yaml
 from ngpt_train.config.validate import mistake
-from ngpt_train.core.checkout import git_commit
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.core.files import check_kinds, write_json
-from ngpt_train.core.lock import DirectoryLock
+from ngpt_train.core.files import DirectoryLock, check_kinds, write_json
 from ngpt_train.distributed.world import resolve_device
 from ngpt_train.evaluation.trust import taken
 from ngpt_train.study.audit.auditing import audit
 from ngpt_train.study.audit.certificate import CERTIFICATE
 from ngpt_train.study.engines.child import launcher
 from ngpt_train.training.guards import NumericalError
-from ngpt_train.training.provenance import processor
+from ngpt_train.training.run_directory import origin
 
 FOUND = 3  # the exit code of a run whose records are not what training again gives: its data cannot be relied on
 
@@ -75,18 +71,7 @@ def _here(path: Path) -> dict[str, Any]:
         device = resolve_device(config.train.device, 0)
     except ConfigError:  # it was trained on a GPU, and there is none: then the training says so
         device = torch.device("cpu")
-    on_gpu = device.type == "cuda"
-    return {
-        "git_commit": git_commit(),
-        "versions": {
-            "ngpt_train": ngpt_train.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or "cpu",
-        "cpu": processor(),
-        "repeats_bits": config.train.deterministic or not on_gpu,
-    }
+    return {**origin(device), "repeats_bits": config.train.deterministic or device.type != "cuda"}
 
 
 def _summary(certificate: dict[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.places import check_beside
 from ngpt_train.config.schema import Config
-from ngpt_train.config.sections.evaluation import check_contexts
+from ngpt_train.config.sections.records import check_contexts
 from ngpt_train.config.validate import mistake, show
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_json
@@ -20,9 +20,9 @@ from ngpt_train.data import open_dataset
 from ngpt_train.data.sources import open_source
 from ngpt_train.data.tokenizers.tokenizer import tokenizer_identity
 from ngpt_train.distributed.world import join_world
-from ngpt_train.evaluation.evaluations import Evaluations, file_name
 from ngpt_train.evaluation.restore import Restored, find_trained, restore
 from ngpt_train.evaluation.trust import is_text_of, taken
+from ngpt_train.evaluation.validation import Evaluations, file_name
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.config.arguments import is_of_study
-from ngpt_train.config.composition.compose import load_config
+from ngpt_train.config.compose import load_config
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.studies import StudyConfig, TransferConfig
@@ -31,7 +31,7 @@ def main(config: Config, overrides: Sequence[str], options: Sequence[str] = ()) 
     """
     transfer = config.transfer
     if transfer.studies:
-        check_reading(transfer, overrides)
+        check_reading(transfer, transfer.studies, overrides)
         confidence = config.study.confidence if any(name_of(x) == "study.confidence" for x in overrides) else None
         optima = read_optima([Path(path).expanduser() for path in transfer.studies], confidence)
         say_and_write(optima, transfer, transfer.out, [*transfer.studies, *overrides, *options])
@@ -62,12 +62,12 @@ def say_and_write(optima: Optima, transfer: TransferConfig, out: str | None, arg
         print(f"written to {out}")
 
 
-def check_reading(transfer: TransferConfig, overrides: Sequence[str]) -> None:
-    """Raises ConfigError for what is of a study that is still to be made, where finished ones are named."""
+def check_reading(transfer: TransferConfig, studies: Sequence[str], overrides: Sequence[str]) -> None:
+    """Raises ConfigError for an argument that makes a study, beside `studies`, which are finished."""
     sizes = [f"transfer.{name}" for name in ("widths", "depths") if getattr(transfer, name)]
     made = [name_of(x) for x in overrides if not is_of_study(x) or (x.startswith("study") and "confidence" not in x)]
     if wrong := [*sizes, *made]:
-        problem = f"{wrong[0]}: {transfer.studies[0]} is looked at, and no run is made"
+        problem = f"{wrong[0]}: {studies[0]} is looked at, and no run is made"
         raise mistake(problem, "Leave it out, or the directories")
 
 

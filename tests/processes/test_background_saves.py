@@ -3,18 +3,16 @@
 import json
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ngpt_train.distributed.world import World
 from ngpt_train.training.checkpoint import list_checkpoints
-from ngpt_train.training.checkpoint.integrity import verify
+from ngpt_train.training.checkpoint.catalogue import verify
 from ngpt_train.training.hooks.stopping import MOST_STEPS
 from tests.processes import fork_server
-from tests.processes.runs import arguments, numbers, train, wait_for_step
+from tests.processes.runs import arguments, numbers, start, train, wait_for_step
 from tests.processes.save_worker import POINTS
 
 RANKS = 2
@@ -29,35 +27,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     return directory / "runs/test"
 
 
-def started(given: list[str], *fault: str, ranks: int = 1, restarts: int = 0) -> subprocess.Popen[str]:
+def started(given: list[str], *fault: str, ranks: int = 1, restarts: int = 0) -> fork_server.Started:
     """A trainer with a fault in its saves, which goes on beside the test. fault: what save_worker takes."""
-    torchrun = [
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-        f"--max-restarts={restarts}",
-        "-m",
-    ]
-    return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            *(torchrun if ranks > 1 else []),
-            "tests.processes.save_worker",
-            *fault,
-            "train",
-            *given,
-        ],
-        env=fork_server.environment(),
-        cwd=fork_server.ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    return start(given, ranks, restarts, ("tests.processes.save_worker", *fault, "train"))
 
 
-def output_of(process: subprocess.Popen[str]) -> str:
+def output_of(process: fork_server.Started) -> str:
     return process.communicate(timeout=240)[0]
 
 

@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from ngpt_train.__main__ import main
 from ngpt_train.core.errors import DataError
 from ngpt_train.training.checkpoint import save
-from ngpt_train.training.checkpoint.integrity import read_manifest, read_progress
-from ngpt_train.training.checkpoint.stored_tensors import read_metadata
-from tests.processes.names_worker import by_parameter
+from ngpt_train.training.checkpoint.catalogue import read_manifest, read_progress
+from ngpt_train.training.checkpoint.tensor_files import read_metadata
 from tests.processes.runs import arguments, numbers, run, train
+from tests.processes.test_canonical_names import by_parameter
 
 TENSORS = "shard-00001-model-00001-of-00001.safetensors"
 

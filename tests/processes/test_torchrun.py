@@ -3,13 +3,13 @@
 import json
 import os
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.processes.runs import arguments, numbers, records, run, start, train, wait_for_step, write_corpus
+from tests.processes import fork_server
+from tests.processes.runs import arguments, children, numbers, records, run, start, train, wait_for_step, write_corpus
 
 
 def test_evaluate_is_the_same_on_two_ranks(tmp_path: Path) -> None:
@@ -65,12 +65,12 @@ def test_prepare_on_two_ranks(tmp_path: Path, corpus: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"], "nothing half-made is left"
 
 
-def kill(process: subprocess.Popen[str]) -> None:
-    """kill -9 of torchrun and of its workers, which torchrun has put into sessions of their own."""
-    workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout
+def kill(process: fork_server.Started) -> None:
+    """kill -9 of torchrun and of its ranks, which torchrun has put into sessions of their own."""
+    ranks = children(process)
     # Stopped first: a rank that outlives another by a moment would find it gone and write exit.json.
     for number in (signal.SIGSTOP, signal.SIGKILL):
-        for pid in [process.pid, *map(int, workers.split())]:
+        for pid in [process.pid, *ranks]:
             os.kill(pid, number)
     process.wait()
 

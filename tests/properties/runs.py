@@ -75,6 +75,15 @@ def padded_rows(rows: int, context: int, size: Size, seed: int) -> tuple[Tensor,
     return tokens, targets, doc_ids
 
 
+def micro_batches(name: str, size: Size, rows: int, context: int, seed: int, n: int = 2) -> list[tuple[Tensor, ...]]:
+    """The rows of a step of the architecture `name`, in `n` micro batches; not all rows count as many targets."""
+    if ARCHITECTURES[name].has_encoder:
+        batch: tuple[Tensor, ...] = padded_rows(rows, context, size, seed)
+    else:
+        batch = text_like_rows(rows, context, size.vocab_size, seed)
+    return list(zip(*(part.chunk(n) for part in batch), strict=True))
+
+
 def held(state: TrainState) -> dict[str, Tensor]:
     """Weights, and their optimizer state."""
     found = {name: x.detach().clone() for name, x in state.model.named_parameters()}

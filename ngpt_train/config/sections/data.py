@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, Union
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Union
 
 from ngpt_train.config.keys import AUTO, BoolOrAuto, Conflict, IntOrAuto, key
 from ngpt_train.core.errors import ConfigError
@@ -29,6 +29,12 @@ _FORM = (
 @dataclass
 class DataConfig:
     """Where the text or the tokens come from, and what becomes of them."""
+
+    # Text that has moved is known by its fingerprint.
+    may_change: ClassVar = (
+        *("path", "val_files", "out", "cache", "text_gb", "cache_gb"),
+        *("workers", "prepare_workers", "prefetch", "on_bad_shard", "fetch_minutes"),
+    )
 
     kind: str = key(
         "embedded",
@@ -207,6 +213,8 @@ class DataConfig:
 @dataclass
 class TokenizerConfig:
     """Text to ids. The data group chooses it; prepared tokens bring their own."""
+
+    may_change: ClassVar = ("path",)  # as data.path
 
     kind: str = key(
         "sentencepiece",

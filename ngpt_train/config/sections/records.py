@@ -1,23 +1,112 @@
-"""The keys checkpoint.*, guards.* and logging.*: what a run keeps and tells."""
+"""The keys of what training does between steps: eval.*, checkpoint.*, guards.* and logging.*."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, ClassVar, Union
 
-from ngpt_train.config.keys import AUTO, COUNT, COUNT_OR_0, SECONDS, BoolOrAuto, Conflict, key
+from ngpt_train.config.keys import AUTO, COUNT, COUNT_OR_0, ROWS, SECONDS, BoolOrAuto, Conflict, key
+from ngpt_train.config.validate import Origin, keep_later, report_together
 
 if TYPE_CHECKING:
     from ngpt_train.config.schema import Config
-    from ngpt_train.config.sections.evaluation import EvalConfig
+
+OLDEST_HARNESS = (0, 4, 12)  # version of lm-evaluation-harness
+
+
+@dataclass
+class EvalConfig:
+    """Validation during training."""
+
+    may_change: ClassVar = True
+
+    every: int = key(500, "Steps between validations; 0 validates at the start and at the end only.", **COUNT_OR_0)
+    rows: Union[int, None] = key(
+        64, "Rows of the fixed validation set (fewer where the data has fewer); set this or tokens.", **ROWS
+    )
+    tokens: Union[int, None] = key(
+        None,
+        "Targets of the fixed validation set, at least (fewer where the data has fewer, which the log says); replaces "
+        "rows.",
+        minimum=1,
+        maximum=10_000_000_000,
+    )
+    budget: Union[float, None] = key(
+        None,
+        "Share of the compute between two validations that a validation before the last may take: it then has fewer "
+        "of the rows, always the same. null: no limit.",
+        above=0,
+        maximum=1000,
+    )
+    contexts: Union[list[int], None] = key(
+        None,
+        "Row lengths that the model is validated at besides model.context, such as [2048,4096], on the same text as "
+        "far as whole rows allow: metrics loss_ctx2048 and so on. null: none.",
+        **COUNT,
+    )
+    tasks: Union[list[str], None] = key(
+        None,
+        "Tasks of lm-evaluation-harness, such as [arc_easy,piqa], or of tasks_path; tasks=NAME names a list of them. "
+        "`evaluate` runs them in place of the validation.",
+    )
+    tasks_every: Union[int, None] = key(
+        None,
+        "Steps between evaluations of the tasks in training, which come at the end too; 0: at the end only; null: as "
+        "eval.every.",
+        **COUNT_OR_0,
+    )
+    tasks_path: Union[str, None] = key(
+        None, "Directory of task files, YAML of lm-evaluation-harness or JSONL, in which a task is looked up first."
+    )
+
+    def resolve(self, config: Config, origins: Mapping[str, Origin]) -> None:
+        """eval.rows and eval.tokens both set the size of a validation: keeps the key that was set last. Raises
+        ConfigError."""
+        names = "eval.rows eval.tokens"
+        if self.rows is None and self.tokens is None:
+            raise report_together(config, (names, "no validation set", "Set one, for example eval.rows=64"), origins)
+        keep_later(config, names, "both set the validation set", origins)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Keys of tasks that exclude each other."""
+        if self.tasks == []:
+            yield "eval.tasks", "no task", "Name one, as in tasks=[arc_easy], or leave it out"
+        if any("/" in name or name in ("", ".", "..") for name in self.tasks or []):
+            fix = "and here its files without their endings, as in tasks=[NAME]"
+            yield "eval.tasks", "a path where names stand", f"Name the directory with eval.tasks_path=DIR, {fix}"
+        if self.tasks and find_spec("lm_eval") is None:
+            yield "eval.tasks", "the package lm-eval is not installed", "pip install 'ngpt-train[eval]'"
+        elif self.tasks and tuple(map(int, re.findall(r"\d+", found := version("lm_eval"))[:3])) < OLDEST_HARNESS:
+            yield "eval.tasks", f"lm-eval {found} is too old", "pip install 'ngpt-train[eval]', for 0.4.12 or later"
+
+    def context_conflicts(self, config: Config) -> Iterator[Conflict]:
+        """Contexts at which config.model, which may be a checkpoint's, cannot be validated."""
+        for context in self.contexts or []:
+            problem = config.model.refuses_rows_of(context) if context != config.model.context else None
+            if problem:
+                yield "eval.contexts model.name model.context", problem, f"Leave {context} out of eval.contexts"
+        if self.contexts and config.data.pack == "best_fit":
+            problem = "documents that fit together in one context are others in another"
+            fix = "Leave eval.contexts out, or `evaluate` with data.pack=concat"
+            yield "eval.contexts data.pack", f"{problem}, so the text would not be the same", fix
+
+
+def check_contexts(config: Config) -> None:
+    """Raises ConfigError unless config.model, which may be a checkpoint's, can be validated at eval.contexts."""
+    for conflict in config.eval.context_conflicts(config):
+        raise report_together(config, conflict, {})
 
 
 @dataclass
 class CheckpointConfig:
     """Checkpoints: when they are written, and how long they are kept. The last step is always saved."""
+
+    may_change: ClassVar = True
 
     every: int = key(1000, "Steps between checkpoints; 0 saves at the end only.", **COUNT_OR_0)
     keep_last: int = key(2, "Newest checkpoints that are kept.", **COUNT)
@@ -113,6 +202,8 @@ class WandbConfig:
 @dataclass
 class LoggingConfig:
     """Records that are written while training."""
+
+    may_change: ClassVar = True
 
     every: int = key(10, "Steps between lines of metrics.jsonl and of the console.", **COUNT)
     telemetry: int = key(

@@ -66,7 +66,7 @@ class SlurmConfig:
 
 
 @dataclass
-class StudyConfig:
+class StudyConfig(VerbKeys):
     """A comparison of arms at several budgets (`study`), chosen with study=NAME."""
 
     name: Union[str, None] = key(None, "Directory below study.root; null is the option that study=NAME chose.")
@@ -137,7 +137,7 @@ class StudyConfig:
 
 
 @dataclass
-class CompareConfig:
+class CompareConfig(VerbKeys):
     """Which of several arms is better, by how much and how sure (`compare RUN...`)."""
 
     runs: Union[list[str], None] = key(
@@ -203,7 +203,7 @@ class AuditConfig(VerbKeys):
 
 
 @dataclass
-class TransferConfig:
+class TransferConfig(VerbKeys):
     """How the best learning rate changes with width, depth and the length of a run (`transfer`)."""
 
     studies: Union[list[str], None] = key(None, "Directories to look at instead of a study: `transfer studies/a`.")

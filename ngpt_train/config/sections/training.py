@@ -1,15 +1,20 @@
-"""The keys train.* and kernels.*: how long, how many rows at once, in which arithmetic and by which kernels."""
+"""The keys run.*, scale.*, train.*, parallel.* and kernels.*: which run this is, for how long, with how many rows at
+once, in which arithmetic, on how many processes, by which kernels."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Union
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Union
 
 from ngpt_train.config.keys import (
     AUTO,
     COUNT,
     ROWS,
+    SECONDS,
+    SEED,
     BoolOrAuto,
     Conflict,
     IntOrAuto,
@@ -22,10 +27,84 @@ from ngpt_train.config.validate import Origin, keep_later, report_together
 if TYPE_CHECKING:
     from ngpt_train.config.schema import Config
 
+# One level of directories: multirun numbers its jobs <name>/<k>.
+_PART = "[A-Za-z0-9_][A-Za-z0-9._-]{0,199}"  # file systems take 255 bytes
+_NAME = re.compile(f"{_PART}(/{_PART})?")
+
+
+@dataclass
+class RunConfig:
+    """Identity of a run: where it lives, how it starts and when it ends."""
+
+    may_change: ClassVar = (
+        *("name", "root", "resume", "resume_step", "overwrite", "allow_change", "max_time"),
+        "init_from",  # counts at step 0 alone
+    )
+
+    name: str = key(
+        AUTO,
+        "Directory name below run.root; auto is <model>-<scale>-seed<seed>, for a row of an experiment table "
+        "<table>-<row>-<scale>-seed<seed>.",
+    )
+    root: str = key("runs", "Directory that holds all run directories.")
+    resume: str = key(
+        AUTO,
+        "auto continues the newest checkpoint if there is one, must fails without one, never refuses a used directory.",
+        choices=(AUTO, "must", "never"),
+    )
+    resume_step: Union[int, None] = key(
+        None,
+        "Step of the checkpoint from which the run goes on: this one or none. Those after it are put aside. It counts "
+        "once for a job, not for its restarts.",
+        **COUNT,
+    )
+    allow_change: Union[list[str], None] = key(
+        None,
+        "Keys of optim, schedule, train and guards, such as [optim.lr], whose new values a resumed run takes although "
+        "they alter its mathematics; run.json keeps what was changed.",
+    )
+    overwrite: bool = key(False, "Delete what the run directory holds and start anew.")
+    seed: int = key(0, "Seed of the weights and of the order of the data.", **SEED)
+    init_from: Union[str, None] = key(None, "Checkpoint whose weights (nothing else) the run starts from.")
+    max_time: Union[float, None] = key(
+        None, "Hours after which the run saves and stops cleanly; null is no limit.", above=0, maximum=1_000_000
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Keys that exclude each other. `name` is resolved."""
+        if not _NAME.fullmatch(self.name):
+            fix = "Letters, digits, '.', '_' and '-', at most one '/', parts of 200 at most, none with '.' or '-' first"
+            yield "run.name", "not a directory name", fix
+        if self.resume_step is not None and (self.overwrite or self.resume == "never"):
+            problem = "the run is to go on, and to be deleted or refused"
+            yield "run.resume_step run.overwrite run.resume", problem, "Keep one of them"
+        if self.overwrite and self.resume == "must":
+            yield "run.overwrite run.resume", "overwriting deletes the run that must be resumed", "Keep one of them"
+
+    def example(self) -> str:
+        """The newest run below `root`, for hints; a name to be filled in where there is none."""
+        root = Path(self.root).expanduser()
+        found = [path for pattern in ("*/run.json", "*/*/run.json") for path in root.glob(pattern)]
+        return str(max(found, key=lambda path: path.stat().st_mtime).parent) if found else f"{root}/NAME"
+
+
+@dataclass
+class ScaleConfig:
+    """Name of the size; the numbers it stands for are filled into model.* and train.*."""
+
+    may_change: ClassVar = True
+
+    name: str = key("tiny", "Name of the size, chosen with scale=NAME; part of the run's name and key of the lr table.")
+
 
 @dataclass
 class TrainConfig:
     """How long, how many tokens at once, and in which arithmetic."""
+
+    may_change: ClassVar = (
+        *("stop_at", "profile", "micro_rows", "device", "compile", "cuda_graphs"),
+        *("deterministic", "activation_checkpointing"),
+    )
 
     steps: int = key(500, "Optimizer steps of the whole schedule.", **COUNT)
     stop_at: Union[int, None] = key(None, "Stop after this step without changing the schedule.", **COUNT)
@@ -111,7 +190,7 @@ class TrainConfig:
         yield names, problem, fix
 
     def _cuda_graphs_conflicts(self, layout: str, world_size: int) -> Iterator[Conflict]:
-        """Keys that distributed/cuda_graphs.py does not support."""
+        """Keys that distributed/compilation.py does not support."""
         without = "or train.cuda_graphs=false"
         if self.device == "cpu":
             yield "train.cuda_graphs train.device", "CPUs have no CUDA graphs", f"Set train.device=cuda, {without}"
@@ -127,6 +206,8 @@ class TrainConfig:
 @dataclass
 class KernelsConfig:
     """Which implementation of the fused operations the models use."""
+
+    may_change: ClassVar = True
 
     kind: str = key(
         AUTO,
@@ -147,3 +228,71 @@ class KernelsConfig:
         "varlen kernels where they run.",
         choices=(AUTO, "sdpa", "flash_attn", "flex"),
     )
+
+
+@dataclass
+class ParallelConfig:
+    """How the processes of torchrun share the work."""
+
+    may_change: ClassVar = True
+
+    kind: str = key(
+        AUTO,
+        "single: one process; ddp: a replica per rank; fsdp: parameters sharded over all ranks (FSDP2); hsdp: sharded "
+        "over groups of parallel.shard ranks, which are replicas of each other. auto: single on one process, else ddp "
+        "on CPUs, and on GPUs fsdp on one host and hsdp on several.",
+        choices=(AUTO, "single", "ddp", "fsdp", "hsdp"),
+    )
+    shard: IntOrAuto = key(AUTO, "hsdp: ranks of a group; auto: the ranks of a host.", minimum=2, maximum=1_000_000)
+    gather: str = key(
+        "pass",
+        "fsdp and hsdp: how often the ranks put the matrices of a block together. pass: in each forward and each "
+        "backward pass; micro_batch: in the forward pass, and the backward pass finds them there; step: once for all "
+        "micro batches of a step. The last two say less and hold whole matrices meanwhile.",
+        choices=("pass", "micro_batch", "step"),
+    )
+    scatter: str = key(
+        "micro_batch",
+        "fsdp and hsdp: how often the ranks add up their gradients, of which each then holds its shard. step: once for "
+        "all micro batches of a step, which says less and holds whole gradients, 4 bytes a parameter, meanwhile.",
+        choices=("micro_batch", "step"),
+    )
+    timeout: float = key(
+        600.0,
+        "Seconds that a rank waits for the others before it gives up; data.fetch_minutes more while text of the hub is "
+        "streamed.",
+        **SECONDS,
+    )
+    hang_seconds: float = key(
+        30.0,
+        "Seconds without a sign of life after which a rank counts as hung. Then all ranks print their Python stacks "
+        "and end, and torchrun may start them again. A step hangs after 1.5 times these seconds, and 20 times the "
+        "longest step before. 0: never.",
+        minimum=0,
+        maximum=86_400,
+    )
+    check_replicas: int = key(
+        1000,
+        "Steps between two comparisons of what several ranks hold, weights and moments, beside the one at each save; 0 "
+        "at saves alone.",
+        minimum=0,
+    )
+
+    def conflicts(self, world_size: int) -> Iterator[Conflict]:
+        """Keys that exclude each other on `world_size` ranks."""
+        if self.kind == "single" and world_size > 1:
+            problem = f"one process, but there are {world_size} ranks"
+            yield "parallel.kind", problem, "Set parallel=auto, ddp, fsdp or hsdp, or use one rank"
+        if isinstance(self.shard, int) and self.kind != "hsdp":
+            yield (
+                "parallel.shard parallel.kind",
+                "only hsdp has groups",
+                "Set parallel=hsdp, or leave parallel.shard out",
+            )
+        elif isinstance(self.shard, int) and world_size % self.shard:
+            fix = nearest_divisors("parallel.shard", self.shard, world_size)
+            yield "parallel.shard", f"the groups do not divide {world_size} ranks", fix
+        for name, default in (("gather", ParallelConfig.gather), ("scatter", ParallelConfig.scatter)):
+            if getattr(self, name) != default and self.kind in ("single", "ddp"):
+                fix = f"Set parallel=fsdp or hsdp, or leave parallel.{name} out"
+                yield f"parallel.{name} parallel.kind", "every rank holds whole matrices and gradients anyway", fix

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.distributed.compile_cache import machine, why_unusable
+from ngpt_train.distributed.compilation import machine, why_unusable
 from ngpt_train.doctor.bounded import Report
 from ngpt_train.doctor.findings import (
     CONFIG,

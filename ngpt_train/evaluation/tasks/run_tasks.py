@@ -23,7 +23,7 @@ import numpy as np
 from lm_eval.evaluator import evaluate
 
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.config.sections.evaluation import EvalConfig
+from ngpt_train.config.sections.records import EvalConfig
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_atomically
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ngpt_train.config.keys import key
-from ngpt_train.config.sections.starts import InitConfig
+from ngpt_train.config.model_keys import InitConfig
 from ngpt_train.models.composed.keys import ComposedConfig
 from ngpt_train.models.encoder_decoder_keys import EncoderDecoderKeys
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Union
 
 from ngpt_train.config.keys import AUTO, COUNT, Conflict, FloatOrAuto, key
-from ngpt_train.config.model_keys import LrFactors, ModelConfig
-from ngpt_train.config.sections.starts import KINDS, InitConfig
+from ngpt_train.config.model_keys import KINDS, InitConfig, LrFactors, ModelConfig
 
 if TYPE_CHECKING:
     from ngpt_train.config.schema import Config

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Union
 
 from ngpt_train.config.keys import key
-from ngpt_train.config.sections.starts import InitConfig
+from ngpt_train.config.model_keys import InitConfig
 from ngpt_train.models.encoder_decoder_keys import EncoderDecoderKeys
 from ngpt_train.models.ngpt.keys import UPDATES, AlphaConfig, NGPTConfig
 

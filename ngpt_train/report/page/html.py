@@ -8,8 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.report.page.chart import Chart, Choice, Plot, as_json
-from ngpt_train.report.page.style import Style
+from ngpt_train.report.page.chart import Chart, Choice, Plot, Style, as_json
 
 HERE = Path(__file__).parent
 # The browser may use the script and style inside the page. No request leaves the page, whatever a name in it holds.

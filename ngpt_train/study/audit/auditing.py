@@ -33,12 +33,14 @@ from ngpt_train.study.engines.child import ending_with_us, last_line
 from ngpt_train.study.points import DIVERGED
 from ngpt_train.training.checkpoint.catalogue import (
     MANIFEST,
+    STATE,
     VALIDATION,
+    has_tensors,
     list_checkpoints,
+    read_manifest,
     read_validation_losses,
     step_of,
 )
-from ngpt_train.training.checkpoint.integrity import STATE, has_tensors, read_manifest
 
 OF_THE_MACHINE = ("device", "cpu")  # facts of run.json; ranks and threads are set as in the run
 RANKS_A_CORE, MOST_THREADS = 8, 1024  # limits for the ranks and threads in a run.json

@@ -13,7 +13,7 @@ from typing import Any
 
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.validate import did_you_mean, mistake, nearest, show
-from ngpt_train.study.compare.key_kinds import HARDWARE, OF_THE_BUDGET, covers, is_harmless
+from ngpt_train.study.compare.compared_keys import HARDWARE, OF_THE_BUDGET, covers, is_harmless
 from ngpt_train.study.compare.runs import Run
 from ngpt_train.study.definition import LR
 from ngpt_train.study.tuning import Values

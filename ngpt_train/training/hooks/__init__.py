@@ -11,8 +11,7 @@ The loop calls the hooks at named moments, in the order of their list:
 A plug-in may add hooks: docs/add_an_architecture.md.
 """
 
-from ngpt_train.core.recorded import Record
-from ngpt_train.core.sink import Sink
+from ngpt_train.core.recorded import Record, Sink
 from ngpt_train.training.hooks.hook import Hook, TrainingRun, due
 
 __all__ = ["Hook", "Record", "Sink", "TrainingRun", "due"]

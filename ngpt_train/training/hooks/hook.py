@@ -7,12 +7,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from ngpt_train.core.recorded import Record
-from ngpt_train.core.sink import Sink
+from ngpt_train.core.recorded import Record, Sink
 
 if TYPE_CHECKING:
-    from ngpt_train.data.position import Position
-    from ngpt_train.training.signals import StopRequest
+    from ngpt_train.data.loader import Position
+    from ngpt_train.training.hooks.stopping import StopRequest
     from ngpt_train.training.state import TrainState
     from ngpt_train.training.step import MicroBatch, Observer, StepResult
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ngpt_train.core.constants import ALARM
 from ngpt_train.core.errors import DataError
-from ngpt_train.data.position import merged
+from ngpt_train.core.recorded import ALARM
+from ngpt_train.data.loader import merged
 from ngpt_train.training.checkpoint.background import Saves
 from ngpt_train.training.hooks.hook import Hook, TrainingRun, due
 

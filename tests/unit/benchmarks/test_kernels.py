@@ -14,7 +14,7 @@ from benchmarks.paper_steps import Variant, build, make_config
 from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.check import cases
 from ngpt_train.kernels.sphere_step import HiddenState
-from ngpt_train.models import initialisation
+from ngpt_train.models import weights
 from ngpt_train.training import build_state
 
 OPERATIONS = ["sphere_step", "swiglu with scales", "swiglu", "rotary of nGPT", "rotary of GPT", "linear_cross_entropy"]
@@ -113,14 +113,14 @@ def test_losses_by_kernels_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_weights_drawn_on_the_device() -> None:
     """They are of another distribution than in training, or training draws its own that way from then on."""
-    before = initialisation.by_path
+    before = weights.by_path
     for name in ("gpt", "ngpt"):
         found = build(name, "debug:32", "cpu").state.model
         expected = build_state(make_config(name, "debug:32", "cpu")).model
         for ours, other in zip(found.parameters(), expected.parameters(), strict=True):
             assert ours.std().item() == pytest.approx(other.std().item(), rel=0.05)
             assert torch.equal(ours, other) == (ours.ndim == 1)
-    assert initialisation.by_path is before
+    assert weights.by_path is before
 
 
 def test_steps_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,12 @@ from omegaconf import OmegaConf
 
 from ngpt_train.config import ConfigError, check, config_dir, list_experiments, load_config
 from ngpt_train.config.architectures import architectures
-from ngpt_train.config.composition.compose import compose
-from ngpt_train.config.composition.help import help_text
-from ngpt_train.config.composition.overrides import expand
-from ngpt_train.config.composition.yaml_files import BUILT_IN, GROUPS, SCHEMA_GROUP
+from ngpt_train.config.compose import compose
+from ngpt_train.config.help import help_text
+from ngpt_train.config.overrides import expand
 from ngpt_train.config.schema import schema_keys
 from ngpt_train.config.validate import flatten
+from ngpt_train.config.yaml_files import BUILT_IN, GROUPS, SCHEMA_GROUP
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.ngpt.keys import NGPTConfig
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ngpt_train.__main__ import main
-from ngpt_train.config.sections import evaluation
+from ngpt_train.config.sections import records
 
 # Words that only someone who knows the libraries underneath could read.
 INTERNALS = ("Traceback", "hydra", "omegaconf", "full_key", "reference_type", "object_type", "override grammar")
@@ -391,8 +391,8 @@ def test_tensorboard_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 @pytest.mark.parametrize("old", ["0.4.9", "0.4.9.2", "0.4.11", "0.3.0"])
 def test_an_old_harness(old: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Caught: an ImportError from deep inside, hours later; versions that are compared as text."""
-    monkeypatch.setattr(evaluation, "version", lambda name: old)
+    monkeypatch.setattr(records, "version", lambda name: old)
     assert f"lm-eval {old} is too old" in message_of(["eval.tasks=[arc_easy]"], capsys)
     for new in ("0.4.12", "0.5.0rc1", "1.0"):
-        monkeypatch.setattr(evaluation, "version", lambda name, new=new: new)
+        monkeypatch.setattr(records, "version", lambda name, new=new: new)
         assert main(["train", "eval.tasks=[arc_easy]", "--cfg", "job"]) == 0

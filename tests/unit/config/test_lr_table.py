@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from ngpt_train.config import Config, ConfigError, check_resume, list_experiments, load_config, to_dict
-from ngpt_train.config.composition.compose import compose
-from ngpt_train.config.composition.yaml_files import config_dir
-from ngpt_train.config.lr_table import Run, look_up, problem_of
+from ngpt_train.config.compose import compose
+from ngpt_train.config.sections.optim import Run, look_up, problem_of
 from ngpt_train.config.stored import with_first_values
+from ngpt_train.config.yaml_files import config_dir
 
 A, B = {"tokens": 1e9, "lr": 3.0, "source": "paper A"}, {"tokens": 1e11, "lr": 1.0, "source": "paper B"}
 GUESS = {"tokens": 1e13, "lr": 0.5, "source": "a guess", "extrapolation": True}

@@ -18,7 +18,7 @@ from ngpt_train.data import Rows, Tokens, TrainLoader, data_hash, merged, rows_o
 from ngpt_train.data.loader import PreparedReader, hash_of_rows
 from ngpt_train.data.permutation import shuffled
 from ngpt_train.data.rows import BestFit, NextToken, RowFormat, Span, best_fit
-from ngpt_train.data.streamed.stream import window_shards
+from ngpt_train.data.streamed_text import window_shards
 from ngpt_train.models.gpt.keys import GPTConfig
 
 CONTEXT, EOS = 5, 4321
@@ -46,7 +46,7 @@ def test_every_row_once_per_epoch(n: int) -> None:
         assert (order[:n] != shuffled(positions[:n], n, seed=6)).mean() > 0.9
 
 
-@pytest.mark.parametrize("n", [3, 5, 6, pytest.param(7, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("n", [3, 5, pytest.param(7, marks=pytest.mark.exhaustive)])
 def test_orders_of_few_rows_are_all_as_likely(n: int) -> None:
     """Over seeds, and over the epochs of one. Caught: a Feistel network of few numbers, which prefers some orders."""
     factorial = math.factorial(n)

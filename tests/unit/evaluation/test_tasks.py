@@ -10,17 +10,15 @@ import torch
 from lm_eval.api.instance import Instance
 
 from ngpt_train.config import load_config
-from ngpt_train.config.sections.exchange import ExportConfig
+from ngpt_train.config.sections.verbs import ExportConfig
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.restore import named, restore
-from ngpt_train.evaluation.tasks.adapter import Adapter
-from ngpt_train.evaluation.tasks.scoring import Scored, log_likelihoods
+from ngpt_train.evaluation.tasks.adapter import Adapter, Scored, log_likelihoods
 from ngpt_train.interop.exporting import export
-from ngpt_train.interop.foreign_model import Imported
-from ngpt_train.interop.imported_run import write_run
-from ngpt_train.interop.layouts.layout import layout_of
+from ngpt_train.interop.importing import Imported, write_run
+from ngpt_train.interop.layouts import chosen_layout
 from ngpt_train.models import Decoder, build_model, export_weights
 from ngpt_train.models.gpt.keys import GPTConfig
 from tests.properties.architectures import ARCHITECTURES
@@ -75,7 +73,7 @@ def there_and_here(options: list[str], tokenizer: HuggingFaceTokenizer, director
     own = ExportConfig(checkpoint=str(run), out=str(directory / "exported"), rows=1)
     on_cpu = load_config(["train.device=cpu", "train.precision=fp32"])
     restored = restore(named("export", "checkpoint", str(run), own), on_cpu, ALONE)
-    out = export(restored, own, layout_of(restored.config.model), print)
+    out = export(restored, own, chosen_layout(own.layout, restored.config.model), print)
     theirs = HFLM(pretrained=str(out), device="cpu", dtype="float32", batch_size=4, trust_remote_code=True)
     return theirs, Adapter(restored.model, restored.tokenizer, ALONE)
 

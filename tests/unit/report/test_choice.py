@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ngpt_train.config import Config, ConfigError, load_config
-from ngpt_train.config.composition.yaml_files import config_dir
+from ngpt_train.config.yaml_files import config_dir
 from ngpt_train.core.log import saying_nothing
 from ngpt_train.models import build_model
 from ngpt_train.report.choice import choose, planned_layout

@@ -75,9 +75,7 @@ def test_planted_truth(tmp_path: Path) -> None:
         assert (tmp_path / "report" / file).stat().st_size > 0
 
 
-@pytest.mark.parametrize(
-    ("arm", "missing"), [("ngpt", (0.008, 0.016)), ("ngpt", (0.001, 0.002)), ("gpt", (0.008, 0.016))]
-)
+@pytest.mark.parametrize(("arm", "missing"), [("ngpt", (0.001, 0.002)), ("gpt", (0.008, 0.016))])
 def test_an_optimum_at_the_edge_is_untuned(tmp_path: Path, arm: str, missing: Sequence[float]) -> None:
     """The optimum of the arm or of the baseline."""
     for path in write_study(tmp_path / "runs", Planted(ratio=4), lrs=(0.001, 0.002, 0.004, 0.008, 0.016)):
@@ -256,8 +254,7 @@ def test_rows_of_a_seed_that_one_arm_has(tmp_path: Path) -> None:
     runs = [run for run in runs if run.name not in left_out]
     (alone,) = (tmp_path / "runs/gpt-204800-lr0.004-seed0/evals").glob("*.npz")
     alone.unlink()
-    assert main(["compare", *map(str, runs), f"compare.out={tmp_path / 'report'}"]) == 0
-    report = json.loads((tmp_path / "report/report.json").read_text())
+    report = report_of(runs, tmp_path / "report")
     assert not [note for note in report["notes"] if "further budgets" in note], report["notes"]
 
 

@@ -11,7 +11,7 @@ import yaml
 from ngpt_train.__main__ import main
 from ngpt_train.config import ConfigError, load_config
 from ngpt_train.config.arguments import arguments_of
-from ngpt_train.config.composition.yaml_files import Files
+from ngpt_train.config.yaml_files import Files
 from ngpt_train.core.errors import DataError
 from ngpt_train.study.definition import Study, read_stored, read_study, write_study
 from ngpt_train.study.points import Point, Runs, check_stored

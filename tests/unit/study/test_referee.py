@@ -11,8 +11,15 @@ from ngpt_train.config.architectures import architectures
 from ngpt_train.config.schema import schema_keys
 from ngpt_train.config.validate import Key
 from ngpt_train.core.errors import DataError
+from ngpt_train.study.compare.compared_keys import (
+    HARDWARE,
+    HARMLESS,
+    PLACES_OF_ROWS,
+    PLACES_OF_TEXT,
+    covers,
+    is_harmless,
+)
 from ngpt_train.study.compare.given_runs import check_comparable
-from ngpt_train.study.compare.key_kinds import HARDWARE, HARMLESS, PLACES_OF_ROWS, PLACES_OF_TEXT, covers, is_harmless
 from ngpt_train.study.compare.referee import examine
 from ngpt_train.study.compare.runs import Run, read_run
 from tests.unit.study.planted import FACTS, config_of, plant

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from ngpt_train.__main__ import main
-from ngpt_train.config import ConfigError, lr_table
-from ngpt_train.config.composition.yaml_files import parse
+from ngpt_train.config import ConfigError
 from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.config.sections.optim import problem_of
+from ngpt_train.config.yaml_files import parse
 from ngpt_train.study import runner
 from ngpt_train.study.cost import ArmSize
 from ngpt_train.study.definition import Study, read_stored, write_study
@@ -153,7 +154,7 @@ def test_a_planted_drift(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     for kind in ("png", "svg"):
         assert (tmp_path / "out" / f"transfer.{kind}").stat().st_size > 5000
     entries = parse("\n".join(line for line in said.splitlines() if line.startswith("- {")))
-    assert lr_table.problem_of({"debug": {64: entries[:2]}}) is None
+    assert problem_of({"debug": {64: entries[:2]}}) is None
     rates = [(float(f"{one['lr']:.3g}"), one["tokens"], "ngpt") for one in report["optima"]]
     assert [(one["lr"], one["tokens"], one["model"]) for one in entries] == rates
     assert entries[0]["source"].startswith("transfer, 2 seeds, 0.05")

@@ -16,10 +16,9 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.training import TrainState, build_state, train_step
 from ngpt_train.training.checkpoint import Checkpoints, background, load_state
 from ngpt_train.training.checkpoint.background import Staging, resolve_asynchronous
-from ngpt_train.training.checkpoint.integrity import Manifest, differences, size_and_checksum, verify
+from ngpt_train.training.checkpoint.catalogue import Manifest, differences, size_and_checksum, verify
 from ngpt_train.training.checkpoint.save import share
-from ngpt_train.training.checkpoint.stored_tensors import StoredTensors
-from ngpt_train.training.checkpoint.tensor_files import Piece, write_tensors
+from ngpt_train.training.checkpoint.tensor_files import Piece, StoredTensors, write_tensors
 
 NO_PICKLE = Manifest(2, {})
 FILE = "shard-00001-model-00001-of-00001.safetensors"

@@ -17,11 +17,10 @@ from ngpt_train.observe.train_records import TrainRecords
 from ngpt_train.training import StepResult, build_state, loop, train_step
 from ngpt_train.training.checkpoint import Checkpoints, load, load_state
 from ngpt_train.training.hooks import Hook, TrainingRun, due
-from ngpt_train.training.hooks.skipped_steps import SkippedSteps
-from ngpt_train.training.interval import Interval
+from ngpt_train.training.hooks.bad_steps import SkippedSteps
+from ngpt_train.training.hooks.stopping import StopRequest
 from ngpt_train.training.loop import train
-from ngpt_train.training.signals import StopRequest
-from ngpt_train.training.state import TrainState
+from ngpt_train.training.state import Interval, TrainState
 from tests.properties.architectures import SMALL
 from tests.properties.runs import run_config, text_like_rows
 from tests.reference.training import Recipe

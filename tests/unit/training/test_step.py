@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -68,13 +67,6 @@ def adam(state: TrainState) -> list[Tensor]:
     """Step counts and both moments of all parameters."""
     held = [state.optimizer.state[p] for p in state.model.parameters()]
     return [moments[key].clone() for moments in held for key in ("step", "exp_avg", "exp_avg_sq")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_process_group_afterwards() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def bits(state: TrainState) -> dict[str, Tensor]:

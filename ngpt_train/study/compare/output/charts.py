@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ngpt_train.report.page.chart import Axis, Chart, Choice, Mark, Plot, rows
+from ngpt_train.report.page.chart import Axis, Chart, Choice, Mark, Plot, Style, rows, styles
 from ngpt_train.report.page.pictures import Picture, write_picture
-from ngpt_train.report.page.style import Style, styles
 from ngpt_train.report.rounded import interval, percent, si
 from ngpt_train.study.compare.output import series
 from ngpt_train.study.compare.output.wording import HOW, UNITS, Report, budget_of, label, ratio
