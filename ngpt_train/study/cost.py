@@ -149,12 +149,13 @@ def _measured(config: Config, size: ArmSize) -> ArmSize:
     """`size` with the seconds per token of a step of one micro batch."""
     from ngpt_train.distributed.world import resolve_device
     from ngpt_train.study.random_steps import steps_of
+    from ngpt_train.training.checkpoint.background import available_memory
     from ngpt_train.training.state import build_state
 
     device = resolve_device(config.train.device, 0).type
     of_row = size.flops_per_token * config.model.context
-    needed = 16 * size.n_params  # bytes of weights, gradients and moments
-    if of_row > _HARD_FLOPS[device] or (device == "cpu" and needed > _free_memory() / 2):
+    needed, free = 16 * size.n_params, available_memory()  # needed: bytes of weights, gradients and moments
+    if of_row > _HARD_FLOPS[device] or (device == "cpu" and free is not None and needed > free / 2):
         return replace(size, why_not="the model is too large to be measured here")
     rows = max(1, min(config.train.rows_per_step, TOKENS // config.model.context, int(_MOST_FLOPS[device] / of_row)))
     train = replace(config.train, batch_rows=rows, batch_tokens=rows * config.model.context, micro_rows=rows)
@@ -205,15 +206,6 @@ def table(study: Study, lines: Sequence[Cost], sizes: Mapping[str, ArmSize], job
         why = f"what measures them took longer than {MEASURE_SECONDS:g} seconds, or was killed"
         notes.append(f"Not in the table: {', '.join(missing)}; {why}.")
     return "\n".join(notes)
-
-
-def _free_memory() -> float:
-    """Free bytes of memory; infinite if unknown."""
-    try:
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        return 1024.0 * int(lines["MemAvailable"].split()[0])
-    except (OSError, KeyError, ValueError):
-        return float("inf")
 
 
 def _hours(hours: float | None) -> str:

@@ -116,7 +116,7 @@ class Runs:
                     raise ConfigError(f"arm {arm}, budget {budget}: {error}") from None
 
     def _check(self, arm: str, budget: int, before: int) -> int:
-        """before: the steps of the next smaller budget. Returns those of this one."""
+        """The steps of a budget. before: the steps of the next smaller one."""
         steps = self.steps(arm, budget)
         if steps <= before * (1 + SAME_BUDGET):
             problem = f"study.budgets: {budget} tokens are {steps} steps, the budget before {before}"
@@ -270,7 +270,7 @@ def check_stored(study: Study, runs: Runs) -> None:
 
 
 def _changed(stored: Study, study: Study) -> list[str]:
-    """What is not allowed of the differences between the stored definition and this one."""
+    """The differences between the stored definition and this one that are not allowed."""
     old, new = tree_of(stored), tree_of(study)
     names = [name for name in ("baseline", "metric", "confidence", "tune") if old[name] != new[name]]
     names += ["max_points"] if study.max_points < stored.max_points else []

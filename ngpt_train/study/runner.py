@@ -49,8 +49,8 @@ def make(
     then: Callable[[Config, Study, Mapping[Point, Result]], int],
 ) -> int:
     """Makes the runs of the study, and returns what `then` returns of them while nobody else can write to the study; 0
-    for a dry run, and where it was interrupted. verb: the one that the user called. options: those that its runs are
-    started with, such as --config-dir DIR.
+    for a dry run, and where it was interrupted. verb: `study` or `transfer`. options: of its runs too, such as
+    --config-dir DIR.
 
     Raises ConfigError before anything is written where the definition is wrong or in use, and DataError.
     """

@@ -63,15 +63,10 @@ def tunings(
     sigma, degrees = noise_between_seeds(trials.values())
     found = {}
     for budget, of_budget in trials.items():
+        best = best_values(of_budget, complete)
         for key in sorted({key for values in of_budget for key, _ in values}):
-            found[budget, key] = analyse(
-                runs_of_line(of_budget, key, complete),
-                sigma,
-                complete=complete,
-                listed=key in listed,
-                confidence=confidence,
-                degrees=degrees,
-            )
+            line = line_of(of_budget, key, best)
+            found[budget, key] = analyse(line, sigma, key in listed, confidence, degrees)
     return found
 
 
@@ -100,21 +95,20 @@ def best_values(trials: Trials, complete: bool = False) -> Values | None:
     most = max((len(trials[values]) for values in finite), default=0)
     finite = [values for values in finite if not complete or len(trials[values]) == most]
 
-    def order(values: Values) -> tuple[float, int, float, str]:  # of equal means, as in `Line`
+    def order(values: Values) -> tuple[float, int, float, str]:
         return means[values], -len(trials[values]), dict(values).get(LR) or 0.0, repr(values)
 
     return min(finite, key=order, default=None)
 
 
-def runs_of_line(trials: Trials, key: str, complete: bool = False) -> dict[Any, dict[int, float]]:
-    """The losses of a key by value and seed, of the runs that have their other keys at the best values."""
-    best = best_values(trials, complete)
+def line_of(trials: Trials, key: str, best: Values | None) -> Line:
+    """The runs of a key that have their other keys at the best values."""
     others = None if best is None else _without(best, key)
-    found: dict[Any, dict[int, float]] = {}
+    runs: dict[Any, dict[int, float]] = {}
     for values, losses in trials.items():
         if others is None or _without(values, key) == others:
-            found.setdefault(dict(values)[key], {}).update(losses)
-    return found
+            runs.setdefault(dict(values)[key], {}).update(losses)
+    return Line(runs, None if best is None else dict(best)[key])
 
 
 def _finished(study: Study, arm: str, results: Mapping[Point, Result]) -> dict[Point, float]:
@@ -181,7 +175,7 @@ def _next_of_budget(study: Study, lattice: Lattice, trials: Trials, sigma: float
             return []
         lowest = min(trials, key=lambda values: (dict(values)[LR], repr(values)))  # the rates are too high
         return [(_with(lowest, LR, lattice.below(dict(lowest)[LR])), first)]
-    line = Line(runs_of_line(trials, LR))
+    line = line_of(trials, LR, best)
     room_in_line = max(0, min(room, study.max_points - len(line.values)))
     neighbours = [lr for lr in lattice.neighbours(dict(best)[LR]) if lr not in line.values][:room_in_line]
     if neighbours:
@@ -261,23 +255,14 @@ class Tuning:
 
 
 def analyse(
-    runs: Mapping[Any, Mapping[int, float]],
-    sigma: float,
-    *,
-    complete: bool = False,
-    listed: bool = False,
-    confidence: float = 0.95,
-    degrees: float = math.inf,
+    line: Line, sigma: float, listed: bool = False, confidence: float = 0.95, degrees: float = math.inf
 ) -> Tuning:
-    """Judges the runs of one key: end losses by value and seed. The loss of a failed run is not finite, and worse than
-    any.
+    """Judges the runs of one key.
 
     sigma: standard deviation of the end loss between seeds, with `degrees` degrees of freedom. With 0, as for one seed,
     the interval is unknown. A value is worse than the best if its mean loss is higher by more than sigma, also over the
-    shared seeds. complete: only values with the most seeds can be the best. listed: no other values are allowed, so the
-    best only has to lie inside.
+    shared seeds. listed: no other values are allowed, so the best only has to lie inside.
     """
-    line = Line(runs, complete)
     tried, best = line.values, line.best
     if len(tried) < 2:
         return Tuning("not tried", best)
@@ -301,19 +286,16 @@ def analyse(
 
 
 class Line:
-    """The runs of one key by its value. A value with a failed seed has an infinite mean."""
+    """The runs of one key: end losses by value and seed. A value with a failed seed has an infinite mean. best: None if
+    all have failed."""
 
-    def __init__(self, runs: Mapping[Any, Mapping[int, float]], complete: bool = False) -> None:
+    def __init__(self, runs: Mapping[Any, Mapping[int, float]], best: Any) -> None:
+        self.best = best
         self._runs = {
             value: {seed: float(loss) if math.isfinite(loss) else math.inf for seed, loss in losses.items()}
             for value, losses in runs.items()
         }
-        is_ordered = all(is_number(value) for value in self._runs)
-        self.values = sorted(self._runs) if is_ordered else list(self._runs)
-        finite_values = [value for value in self.values if math.isfinite(self.mean(value))]
-        most = max(map(self.count, finite_values), default=0)
-        allowed = [value for value in finite_values if not complete or self.count(value) == most]
-        self.best: Any = min(allowed, key=lambda value: (self.mean(value), -self.count(value)), default=None)
+        self.values = sorted(runs) if all(is_number(value) for value in runs) else list(runs)
 
     def mean(self, value: Any) -> float:
         return statistics.fmean(self._runs[value].values())

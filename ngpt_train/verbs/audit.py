@@ -1,4 +1,4 @@
-"""`audit RUN`: trains parts of a run again and says whether its records are what its config, code and data give."""
+"""`audit RUN`: trains parts of a run again and says whether its records follow from its config, code and data."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ FOUND = 3  # the exit code of a run whose records are not what training again gi
 def main(config: Config, overrides: Sequence[str]) -> int:
     """Returns 0 where all that was trained again is equal, 3 where something was found. Writes the certificate.
 
-    What the run's config may not decide here is that of `config`. Raises ConfigError where there is no run to audit, or
+    `config` decides what the run's config may not decide here. Raises ConfigError where there is no run to audit, or
     no place for the certificate, DataError where the run's files cannot be read, or name a text that is not known to be
     ours.
     """
-    signal.signal(
-        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # so that what is trained again ends too
+    # So that the training of a window ends too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     path, out = _run_directory(config.audit.run), config.audit.out
     target = Path(out).expanduser() if out is not None else path / CERTIFICATE
     if out is None and not os.access(path, os.W_OK):
@@ -54,7 +53,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
 
 
 def _run_directory(run: str | None) -> Path:
-    """The directory of audit.run. Raises ConfigError unless it is that of a run which nobody trains."""
+    """The directory of audit.run. Raises ConfigError unless it has a run that nobody trains."""
     assert run is not None  # check_verb refuses null
     path = Path(run).expanduser()
     if missing := [name for name in ("config.yaml", "run.json", "metrics.jsonl") if not (path / name).is_file()]:

@@ -26,12 +26,12 @@ def main(config: Config, overrides: Sequence[str], options: Sequence[str] = ()) 
     """Prints a sentence for each axis and the rates, and writes transfer.json and the figures; returns the study's exit
     code, or 0. Where the study was interrupted it writes nothing: the same command goes on.
 
-    overrides: those of the command line, without directories; those that are not the study's are for its runs.
+    overrides: of the command line, without directories. The study's runs get the ones that are not for the study.
     options: as of `study`. Raises ConfigError for a mistake in the arguments, DataError for runs that cannot be read.
     """
     transfer = config.transfer
     if transfer.studies:
-        check_reading(transfer, overrides)
+        check_reading(transfer, transfer.studies, overrides)
         confidence = config.study.confidence if any(name_of(x) == "study.confidence" for x in overrides) else None
         optima = read_optima([Path(path).expanduser() for path in transfer.studies], confidence)
         say_and_write(optima, transfer, transfer.out, [*transfer.studies, *overrides, *options])
@@ -62,12 +62,12 @@ def say_and_write(optima: Optima, transfer: TransferConfig, out: str | None, arg
         print(f"written to {out}")
 
 
-def check_reading(transfer: TransferConfig, overrides: Sequence[str]) -> None:
-    """Raises ConfigError for what is of a study that is still to be made, where finished ones are named."""
+def check_reading(transfer: TransferConfig, studies: Sequence[str], overrides: Sequence[str]) -> None:
+    """Raises ConfigError for an argument that makes a study, beside `studies`, which are finished."""
     sizes = [f"transfer.{name}" for name in ("widths", "depths") if getattr(transfer, name)]
     made = [name_of(x) for x in overrides if not is_of_study(x) or (x.startswith("study") and "confidence" not in x)]
     if wrong := [*sizes, *made]:
-        problem = f"{wrong[0]}: {transfer.studies[0] if transfer.studies else ''} is looked at, and no run is made"
+        problem = f"{wrong[0]}: {studies[0]} is looked at, and no run is made"
         raise mistake(problem, "Leave it out, or the directories")
 
 

@@ -3,7 +3,6 @@ directory of its own, and compared with the records."""
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
@@ -261,7 +260,7 @@ class Window:
 
     def _config_again(self, place: Path) -> Config:
         """The config of the run in another place. It ends with the window, and writes records and one checkpoint."""
-        config = copy.deepcopy(self.config)
+        config = self.config
         own: dict[str, Any] = dict.fromkeys(("resume_step", "allow_change", "max_time"))
         own |= {"root": str(place.parent), "name": place.name, "resume": "auto", "overwrite": False}
         wandb = replace(config.logging.wandb, mode="disabled")

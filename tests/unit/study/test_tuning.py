@@ -7,7 +7,7 @@ import pytest
 
 from ngpt_train.study.definition import LR
 from ngpt_train.study.points import UNFINISHED, WAITING, Point, Result
-from ngpt_train.study.tuning import analyse, next_points, tunings
+from ngpt_train.study.tuning import Line, analyse, next_points, tunings
 from tests.unit.study.searches import START, Loss, fixed_noise, octaves, result, search, study, trials
 
 
@@ -82,17 +82,17 @@ def test_a_hard_first_seed_makes_no_bracket() -> None:
     """Caught: means over different seeds that are compared as if seeds were alike."""
     best = {0: 3.1, 1: 3.0, 2: 3.0}
     # 0.068 worse than the mean of the best, 0.001 with the same seed
-    assert analyse({1.0: {0: 3.101}, 2.0: best, 4.0: {0: 3.101}}, 0.058).state == "edge"
-    assert analyse({1.0: {0: 3.2}, 2.0: best, 4.0: {0: 3.2}}, 0.058).state == "bracketed"
+    assert analyse(Line({1.0: {0: 3.101}, 2.0: best, 4.0: {0: 3.101}}, 2.0), 0.058).state == "edge"
+    assert analyse(Line({1.0: {0: 3.2}, 2.0: best, 4.0: {0: 3.2}}, 2.0), 0.058).state == "bracketed"
 
 
 def test_price_of_the_grid() -> None:
     """Caught: natural logarithms in the place of octaves, or the price of a factor of two itself."""
-    found = analyse({2.0 * 2**k: {0: 3 + 0.2 * (k - 0.3) ** 2} for k in (-1, 0, 1)}, 0.001)
+    found = analyse(Line({2.0 * 2**k: {0: 3 + 0.2 * (k - 0.3) ** 2} for k in (-1, 0, 1)}, 2.0), 0.001)
     assert found.optimum == pytest.approx(2 * 2**0.3)
     assert found.price_of_two == pytest.approx(0.2)
     assert found.price_of_grid == pytest.approx(0.2 * 0.3**2)
-    assert analyse({1.0: {0: 3.0}, 2.0: {0: 3.1}}, 0.001).price_of_grid is None
+    assert analyse(Line({1.0: {0: 3.0}, 2.0: {0: 3.1}}, 1.0), 0.001).price_of_grid is None
 
 
 @pytest.mark.parametrize(("slope", "best"), [(1, START / 2**7), (-1, START * 2**7)])
