@@ -28,7 +28,6 @@ from ngpt_train.study.compare.output.wording import (
     marked,
     ratio,
     size_text,
-    speedups_of,
     values_in_arms,
     values_text,
 )
@@ -84,11 +83,12 @@ def verdicts(report: Report) -> Table:
     trends = {trend["arm"]: trend for trend in report["trends"]}
     rows = []
     for arm in _from_baseline(report):
-        ratios = speedups_of(report, arm)
+        budget = budget_of(report, arm)
+        ratios = {s["unit"]: s for s in known_speedups(report, arm) if s["budget"] == budget}
         word = VERDICTS.get(report["verdicts"].get(arm), DASH)
         if arm == baseline:
             word = "baseline" if is_tuned(report, arm) else "untuned"
-        at = at_budget(report, arm, budget_of(report, arm))
+        at = at_budget(report, arm, budget)
         if len(report["budgets"]) == 1:
             at[1] = _mean_and_spread(report, end_losses(report, arm).get(report["budgets"][0], []))
         rows.append([arm, word, *at, *(ratio(ratios.get(unit)) for unit in UNITS), ratio(trends.get(arm))])

@@ -19,16 +19,11 @@ def is_tuned(report: Report, arm: str) -> bool:
     return bool(report["arms"][arm]["tuned"])
 
 
-def stamps(report: Report, arm: str) -> list[str]:
-    """Remarks beside the arm's name in every table and figure."""
-    found = [] if is_tuned(report, arm) else ["untuned"]
-    return [*found, "not resolved"] if report["verdicts"].get(arm) == "not_resolved" else found
-
-
 def label(report: Report, arm: str) -> str:
-    """The arm's name with its stamps in a figure: `powernorm (untuned)`."""
-    found = stamps(report, arm)
-    return f"{arm} ({', '.join(found)})" if found else arm
+    """The arm's name with its stamps in a figure and on a terminal: `powernorm (untuned)`."""
+    stamps = [] if is_tuned(report, arm) else ["untuned"]
+    stamps += ["not resolved"] if report["verdicts"].get(arm) == "not_resolved" else []
+    return f"{arm} ({', '.join(stamps)})" if stamps else arm
 
 
 def marked(report: Report, arm: str) -> str:
@@ -48,11 +43,6 @@ def budget_of(report: Report, arm: str) -> int | None:
     return max(shared or map(int, report["arms"][arm]["best_by_budget"]), default=None)
 
 
-def speedups_of(report: Report, arm: str) -> dict[str, Mapping[str, Any]]:
-    """The known annealed ratios at the budget of the verdict, by unit."""
-    return {s["unit"]: s for s in known_speedups(report, arm) if s["budget"] == budget_of(report, arm)}
-
-
 def known_speedups(report: Report, arm: str) -> list[Mapping[str, Any]]:
     return [s for s in report["speedups"] if (s["arm"], s["how"]) == (arm, "annealed") and is_known(s)]
 
@@ -66,11 +56,8 @@ def ratio(s: Mapping[str, Any] | None) -> str:
     """`1.17 (1.06 to 1.34, extrapolated)`."""
     if s is None:
         return DASH
-    return (
-        interval(s["estimate"], s["low"], s["high"]).removesuffix(")")
-        + ", extrapolated" * bool(s["extrapolated"])
-        + ")"
-    )
+    shown = interval(s["estimate"], s["low"], s["high"])
+    return f"{shown.removesuffix(')')}, extrapolated)" if s["extrapolated"] else shown
 
 
 NO_CONFOUNDS = "No confounds were found between the arms in what was looked at."
