@@ -390,6 +390,6 @@ def test_what_is_not_ours_is_not_replaced(tmp_path: Path, capsys: pytest.Capture
     assert (out / "notes.txt").read_text() == "mine"
     assert "is a file" in mistake(capsys, 2, *runs, f"compare.out={out / 'notes.txt'}")
     assert "directory of a run" in mistake(capsys, 2, *runs, f"compare.out={runs[0]}")
-    assert "no directory that can be written" in mistake(capsys, 2, *runs, f"compare.out={out / 'notes.txt' / 'x'}")
+    assert "notes.txt cannot be written" in mistake(capsys, 2, *runs, f"compare.out={out / 'notes.txt' / 'x'}")
     assert "cannot be made" in mistake(capsys, 2, *runs, "compare.out=/proc/x")
     assert "at once" in mistake(capsys, 2, *runs, "-m")
