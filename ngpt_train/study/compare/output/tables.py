@@ -27,6 +27,7 @@ from ngpt_train.study.compare.output.wording import (
     known_speedups,
     marked,
     ratio,
+    short,
     size_text,
     values_in_arms,
     values_text,
@@ -283,10 +284,18 @@ def tuning(report: Report) -> Table:
         failed = sum(bool(point["failed"]) for point in t["points"])
         chosen = report["arms"][t["arm"]]["best_by_budget"].get(str(t["budget"]), {}).get(t["key"])
         state = "bracketed" if t["state"] == "bracketed" else f"untuned ({t['state']})"
-        best = f"{chosen:.4g}" if type(chosen) is float else str(chosen)
         points = f"{len(t['points'])}" + (f", {failed} failed" if failed else "")
         rows.append(
-            [t["arm"], si(t["budget"]), t["key"], state, best, _optimum(t), number(t["price_of_grid"], 4), points]
+            [
+                t["arm"],
+                si(t["budget"]),
+                t["key"],
+                state,
+                short(chosen),
+                _optimum(t),
+                number(t["price_of_grid"], 4),
+                points,
+            ]
         )
     columns = [("Arm", ARM), ("Budget (tokens)", NUMBER), ("Key", CODE), ("State", VERDICT)]
     names = ["Best tried", "Optimum of the parabola", "Price of the grid", "Points tried"]

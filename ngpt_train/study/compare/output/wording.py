@@ -32,9 +32,11 @@ def marked(report: Report, arm: str) -> str:
 
 
 def values_text(values: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{key}={value:.4g}" if type(value) is float else f"{key}={value}" for key, value in values.items()
-    )
+    return ", ".join(f"{key}={short(value)}" for key, value in values.items())
+
+
+def short(value: Any) -> str:
+    return f"{value:.4g}" if type(value) is float else str(value)
 
 
 def budget_of(report: Report, arm: str) -> int | None:
