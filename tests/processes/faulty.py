@@ -52,7 +52,7 @@ def slow_check() -> None:
 
 
 def slow_validation() -> None:
-    slow(Evaluations, "row_losses", 16)
+    slow(Evaluations, "row_losses", 12)
 
 
 def jumping() -> None:

@@ -78,12 +78,12 @@ def kill(process: fork_server.Started) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_four_ranks_killed_and_resumed(tmp_path: Path, corpus: Path, parallel: str) -> None:
-    options = [f"parallel={parallel}", "train.steps=40", "checkpoint.every=10"]
+    options = [f"parallel={parallel}", "train.steps=24", "checkpoint.every=6"]
     whole, parts = arguments(tmp_path / "whole", corpus, *options), arguments(tmp_path / "parts", corpus, *options)
     train(whole, ranks=4)
     process = start(parts, ranks=4)
     directory = tmp_path / "parts/runs/test"
-    wait_for_step(directory, 13)
+    wait_for_step(directory, 8)
     kill(process)
     assert not (directory / "exit.json").exists(), "killed too late to show anything"
     train(parts, ranks=4)
@@ -91,6 +91,6 @@ def test_four_ranks_killed_and_resumed(tmp_path: Path, corpus: Path, parallel: s
     assert len(starts) == 2
     assert numbers(directory) == numbers(tmp_path / "whole/runs/test")
     losses = [loss for loss, *_ in numbers(directory).values()]
-    assert len(losses) == 40
+    assert len(losses) == 24
     assert losses[-1] < 0.95 * losses[0]
     assert max(norm for _, norm, *_ in numbers(directory).values()) > 1.0, "never clipped"
