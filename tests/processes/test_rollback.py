@@ -23,9 +23,8 @@ def given(directory: Path, corpus: Path, *overrides: str) -> list[str]:
 
 
 def spoiled(bad: Any, overrides: list[str], ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    return fork_server.run(
-        "tests.processes.rollback_worker", [json.dumps(bad), *overrides], ranks if ranks > 1 else None
-    )
+    command = ["bad_rows", json.dumps(bad), "train", *overrides]
+    return fork_server.run("tests.processes.faulty", command, ranks if ranks > 1 else None)
 
 
 def rollbacks(directory: Path) -> list[dict[str, Any]]:
