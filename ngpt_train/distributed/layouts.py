@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ngpt_train.config.keys import AUTO
-from ngpt_train.config.sections.parallel import ParallelConfig
+from ngpt_train.config.sections.training import ParallelConfig
 from ngpt_train.core.errors import ConfigError, told_by_rank_0
 from ngpt_train.core.log import say_once
 from ngpt_train.distributed.compilation import begin_graph_step_at_forward, check_cuda_graphs, keep_compiled

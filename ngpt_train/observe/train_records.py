@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 
 from ngpt_train.core.recorded import Record
 from ngpt_train.data.loader import data_hash
-from ngpt_train.training.hooks.hook import Hook, TrainingRun, due
-from ngpt_train.data.position import data_hash
 from ngpt_train.training.loop import Hook, TrainingRun, due
 
 if TYPE_CHECKING:

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ngpt_train.core.recorded import Record
-from ngpt_train.core.sink import Sink
+from ngpt_train.core.recorded import Record, Sink
 from ngpt_train.training.guards import explain_out_of_memory
 from ngpt_train.training.step import NOBODY, train_step
 
 if TYPE_CHECKING:
-    from ngpt_train.data.position import Position
+    from ngpt_train.data.loader import Position
     from ngpt_train.training.hooks.stopping import StopRequest
     from ngpt_train.training.state import TrainState
     from ngpt_train.training.step import MicroBatch, Observer, StepResult

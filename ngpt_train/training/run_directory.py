@@ -22,8 +22,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import check_resume, differing_weights, read_yaml, what_differs, write_yaml
 from ngpt_train.core.checkout import git_commit
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.core.files import DirectoryLock, check_kinds, read_json, remove, write_json
-from ngpt_train.core.files import check_kinds, read_json, remove, text_of, write_json
+from ngpt_train.core.files import DirectoryLock, check_kinds, read_json, remove, text_of, write_json
 from ngpt_train.core.launcher import is_same_job, nameless_on_many_hosts, this_job
 from ngpt_train.core.log import say_once
 from ngpt_train.data.dataset import Dataset

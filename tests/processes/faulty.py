@@ -12,13 +12,10 @@ import numpy as np
 import torch.distributed as dist
 
 from ngpt_train.__main__ import run
-from ngpt_train.evaluation.validation import Evaluations
-from ngpt_train.training import loop
-from ngpt_train.training.checkpoint import catalogue
 from ngpt_train.data import TrainLoader
-from ngpt_train.evaluation.evaluations import Evaluations
+from ngpt_train.evaluation.validation import Evaluations
 from ngpt_train.training import loop, train_step
-from ngpt_train.training.checkpoint import integrity
+from ngpt_train.training.checkpoint import catalogue
 from ngpt_train.training.state import TrainState
 from ngpt_train.verbs import train
 

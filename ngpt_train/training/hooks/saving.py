@@ -14,18 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ngpt_train.core.errors import DataError
-from ngpt_train.core.recorded import ALARM
-from ngpt_train.data.loader import merged
-from ngpt_train.training.checkpoint.background import Saves
-from ngpt_train.training.hooks.hook import Hook, TrainingRun, due
 import torch
 from torch import Tensor
 
 from ngpt_train.config.keys import AUTO
-from ngpt_train.core.constants import ALARM
+from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import text_of
-from ngpt_train.data.position import merged
+from ngpt_train.core.recorded import ALARM
+from ngpt_train.data.loader import merged
 from ngpt_train.distributed.world import RankLostError
 from ngpt_train.training.checkpoint.save import Checkpoints, Snapshot, gb
 from ngpt_train.training.checkpoint.tensor_files import Piece, Place, in_one_line
