@@ -54,6 +54,8 @@ def built(
     )
     given.kernels.kind, given.train.precision = kernel, dtype
     with dispatch.chosen(kernel):
+        # Of Triton's kernels Adam's alone: DDP's first pass would take its time in the interpreter.
+        dispatch.switch_off(dict.fromkeys(["sphere_step", "swiglu", "rotary", "linear_cross_entropy"], "a test"))
         state = build_state(given)
     if not copies:
         state.optimizer.copies.linears.clear()
