@@ -309,7 +309,6 @@ def no_rows(run: Path) -> None:
 )
 def test_files_that_no_run_has(run: Path, honest: Path, tamper: Callable[[Path], Any], said: str) -> None:
     """Caught: edits that end the audit with a traceback."""
-    (run / "checkpoints/validation.json").write_text(json.dumps({"²": 5.5, "9" * 5000: 5.5}))
     tamper(run)
     with pytest.raises(DataError, match=said):
         audited(run, honest)
@@ -328,7 +327,8 @@ def test_wrong_use(honest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_what_is_not_looked_at_is_said(run: Path, honest: Path) -> None:
-    """Caught: a certificate without a word on the unchecked files."""
+    """Caught: a certificate without a word on the unchecked files; a traceback for numbers of steps that no run has."""
+    (run / "checkpoints/validation.json").write_text(json.dumps({"²": 5.5, "9" * 5000: 5.5}))
     certificate = audited(run, honest, windows=1)
     assert spans(certificate) == [(4, 8)]
     assert (certificate["equal"], certificate["steps_compared"], certificate["steps"]) == (True, 4, 12)
