@@ -23,7 +23,7 @@ import torch
 from ngpt_train.config.places import check_file
 from ngpt_train.core.checkout import git_commit
 from ngpt_train.core.files import write_json
-from ngpt_train.kernels.check import timing
+from ngpt_train.kernels.check.formula_comparison import seconds_on_gpu
 from ngpt_train.models import Decoder
 from ngpt_train.observe.meters import peak_flops
 
@@ -119,7 +119,7 @@ def on_device(device: torch.device) -> Measure:
 
     def measure(run: Run) -> tuple[float, float]:
         units: list[float] = []
-        seconds = timing.on_device(lambda: units.append(run()), CALLS)
+        seconds = seconds_on_gpu(lambda: units.append(run()), CALLS)
         return seconds, sum(units) / CALLS
 
     return elapsed(device) if device.type == "cpu" else measure

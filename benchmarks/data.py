@@ -28,7 +28,7 @@ from ngpt_train.config import load_config
 from ngpt_train.config.schema import Config
 from ngpt_train.data import TrainLoader, merged, open_dataset, prepare_dataset, reader_of
 from ngpt_train.data.sources import open_source
-from ngpt_train.data.streamed.streamed_text import StreamedText
+from ngpt_train.data.streamed_text import StreamedText
 from ngpt_train.data.tokenizers import Tokenizer
 from ngpt_train.data.tokenizers.gpt2 import parse_ranks
 

@@ -26,11 +26,12 @@ from torch import Tensor
 
 from benchmarks.common import Entry, Run, elapsed, interleaved, main
 from ngpt_train.config import ConfigError, load_config
+from ngpt_train.config.keys import AUTO
 from ngpt_train.core.files import write_json
 from ngpt_train.distributed.layouts import choose_kernels, resolve_precision
 from ngpt_train.distributed.world import resolve_device
 from ngpt_train.interop.exporting import rounded
-from ngpt_train.interop.layouts.layout import layout_of
+from ngpt_train.interop.layouts import chosen_layout
 from ngpt_train.interop.safetensors_files import FLOATS, write_tensors
 from ngpt_train.interop.verification import loaded
 from ngpt_train.models import Decoder, build_model, export_weights
@@ -68,7 +69,7 @@ def bench(overrides: Sequence[str]) -> Iterator[Entry]:
 def in_transformers(model: Decoder, dtype: torch.dtype) -> Any:
     """The model as transformers loads its export, on the CPU, its weights rounded to `dtype`; None where no class of
     transformers has it."""
-    layout = layout_of(model.config)
+    layout = chosen_layout(AUTO, model.config)
     if layout.name == "safetensors":
         return None
     with TemporaryDirectory() as directory:
@@ -76,7 +77,7 @@ def in_transformers(model: Decoder, dtype: torch.dtype) -> Any:
         weights = rounded(export_weights(model), FLOATS[dtype])
         write_tensors(work, layout.to_foreign(weights, model.config), float("inf"))
         write_json(work / "config.json", layout.config_json(model.config))
-        for path in layout.files():
+        for path in layout.files:
             shutil.copyfile(path, work / path.name)
         return loaded(work, layout, dtype)
 

@@ -26,7 +26,7 @@ from benchmarks.common import Entry, Run, WrongResultError, default_device, inte
 from ngpt_train.kernels import adam, dispatch
 from ngpt_train.kernels.check.calls import Call, name_of, of_adam
 from ngpt_train.kernels.check.cases import case_of
-from ngpt_train.kernels.check.deviation import Comparison, Inputs, Operation, errors_of, gradients_of
+from ngpt_train.kernels.check.formula_comparison import Comparison, Inputs, Operation, errors_of, gradients_of
 
 D_HEAD = 64
 INPUT_SETS = 3

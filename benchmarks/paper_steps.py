@@ -41,7 +41,7 @@ from ngpt_train.config.architectures import architectures
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
 from ngpt_train.kernels import dispatch
-from ngpt_train.models import Decoder, initialisation
+from ngpt_train.models import Decoder, weights
 from ngpt_train.models.weights import export_weights
 from ngpt_train.optim.optimizer import build_optimizer
 from ngpt_train.study.random_steps import tokens_of
@@ -205,7 +205,7 @@ def drawn_on(device: torch.device) -> Iterator[None]:
     def drawn(seed: int, path: str, shape: tuple[int, ...], std: float) -> Tensor:
         return torch.empty(shape, device=device).normal_(std=std, generator=generator)
 
-    with mock.patch.object(initialisation, "by_path", drawn):
+    with mock.patch.object(weights, "by_path", drawn):
         yield
 
 

@@ -171,10 +171,10 @@ def broken(
     if old not in source:
         return "", [f"{name}: {path.name} has no `{old.strip()}`"]
     path.write_text(source.replace(old, new))
-    children = directory / "ngpt_train/kernels/check/children.py"
+    findings = directory / "ngpt_train/kernels/check/kernel_findings.py"
     if "hangs" in name:  # for less than two minutes
         limit = 'WORK_SECONDS = {"check": 30.0'
-        children.write_text(children.read_text().replace('WORK_SECONDS = {"check": 120.0', limit))
+        findings.write_text(findings.read_text().replace('WORK_SECONDS = {"check": 120.0', limit))
     debug = {"TRITON_DEBUG": "1"} if "assertion" in name else {}
     found, seconds = contact(directory, device, "ngpt", scale, "checked", directory / "cache", debug)
     right = set(found["off"]) == {kernel}

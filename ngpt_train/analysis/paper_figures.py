@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ngpt_train.analysis.measures import batch_statistics, condition, embeddings, gradient_norms, learned_vectors, live
+from ngpt_train.analysis.measures import batch_statistics, gradient_norms, learned_vectors, live, matrices
 from ngpt_train.analysis.measures.of_run import Curve, NoMeaning, OfRun
 
 Measure = Callable[[OfRun], list[Curve]]
@@ -105,8 +105,8 @@ def _distances(*names: str) -> dict[str, Panel]:
 
 DENSITY = {name: Panel(said, "value", "density") for name, said in {**RATES, **SCALES, "s_z": "s_z"}.items()}
 FIGURES: dict[str, Figure] = {
-    "ngpt_4": Figure("nGPT, figure 4: embeddings", _embedding_panels(), embeddings.figure_4),
-    "ngpt_5": Figure("nGPT, figure 5: median condition numbers", CONDITION, condition.figure_5),
+    "ngpt_4": Figure("nGPT, figure 4: embeddings", _embedding_panels(), matrices.figure_4),
+    "ngpt_5": Figure("nGPT, figure 5: median condition numbers", CONDITION, matrices.figure_5),
     "ngpt_6": Figure(
         "nGPT, figure 6: eigen learning rates and scaling factors",
         {**_means(RATES, y="mean of |alpha|"), **_means(SCALES), "s_z": DENSITY["s_z"]},
@@ -114,10 +114,10 @@ FIGURES: dict[str, Figure] = {
         together=learned_vectors.histogram_of_s_z,
     ),
     "ngpt_10": Figure(
-        "nGPT, figure 10: condition numbers, renormalized after training too", CONDITION, condition.figure_10
+        "nGPT, figure 10: condition numbers, renormalized after training too", CONDITION, matrices.figure_10
     ),
-    "ngpt_11": Figure("nGPT, figure 11: row norms and singular values, layer 3", LAYER_PANELS, condition.figure_11),
-    "ngpt_12": Figure("nGPT, figure 12: row norms and singular values, layer 4", LAYER_PANELS, condition.figure_12),
+    "ngpt_11": Figure("nGPT, figure 11: row norms and singular values, layer 3", LAYER_PANELS, matrices.figure_11),
+    "ngpt_12": Figure("nGPT, figure 12: row norms and singular values, layer 4", LAYER_PANELS, matrices.figure_12),
     "ngpt_14": Figure(
         "nGPT, figure 14: histograms of alpha and s",
         DENSITY,
@@ -171,7 +171,7 @@ FIGURES: dict[str, Figure] = {
             which: Panel(f"{which} embedding", RANK, "singular value / largest", log=True)
             for which in ("input", "output", "source")
         },
-        embeddings.powernorm_figure_6,
+        matrices.powernorm_figure_6,
     ),
     "tnt_3": Figure(
         "TnT, figure 3: eigen learning rates",

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ngpt_train.analysis.measures.batch_statistics import batch_gaps
-from ngpt_train.analysis.measures.condition import renormalized
 from ngpt_train.analysis.measures.gradient_norms import gradient_l1, on_device
+from ngpt_train.analysis.measures.matrices import renormalized
 from ngpt_train.analysis.measures.of_run import OfRun
 from ngpt_train.config.stored import read_yaml
 from ngpt_train.core.errors import DataError
@@ -19,7 +19,7 @@ from ngpt_train.core.files import json_lines
 from ngpt_train.evaluation.restore import Restored
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.weights import canonical, export_weights
-from ngpt_train.observe.telemetry.vectors_in_use import vectors_in_use
+from ngpt_train.observe.telemetry.weight_numbers import vectors_in_use
 
 logger = logging.getLogger(__name__)
 

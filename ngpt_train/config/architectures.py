@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from collections.abc import Sequence
 from functools import cache
 from os.path import realpath  # Path.resolve raises RuntimeError for a link to itself
@@ -25,8 +24,7 @@ _FORM = (
 def architectures() -> dict[str, type[ModelConfig]]:
     """The keys of each architecture by its name, which is its folder's. Nothing heavy is imported."""
     (path,) = ngpt_train.models.__path__
-    folders = [found.name for found in pkgutil.iter_modules([path]) if found.ispkg]
-    names = [name for name in folders if (Path(path) / name / "keys.py").is_file()]
+    names = sorted(keys.parent.name for keys in Path(path).glob("*/keys.py"))
     return {name: _keys_of(name) for name in [*names, *(folder.name for folder in plugins())]}
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ngpt_train.config.validate import mistake
 from ngpt_train.core.errors import DataError
-from ngpt_train.core.files import read_json
+from ngpt_train.core.files import read_json, sync
 
 
 def check_directory(setting: str, path: Path) -> None:
@@ -74,3 +76,38 @@ def files_of(result: Mapping[str, object], stem: str) -> set[str]:
     found = {"tasks": f"{stem}_items.jsonl", "curves": f"{stem}.png", "rows_hash": f"{stem}.npz"}
     contexts = [key.removeprefix("rows_hash_ctx") for key in result if key.startswith("rows_hash_ctx")]
     return {name for key, name in found.items() if key in result} | {f"{stem}_context_{n}.npz" for n in contexts}
+
+
+def check_free(key: str, out: Path) -> None:
+    """Raises ConfigError unless `out` is free or an empty directory."""
+    if out.name in ("", ".."):  # for example `.`: the finished directory is renamed to `out`, which needs a name
+        raise mistake(f"{key}={out}: a path without a name at its end", f"Name a new directory, such as {key}=model")
+    if out.is_dir() and not out.is_symlink() and not any(out.iterdir()):
+        return
+    if out.exists() or out.is_symlink():
+        what = "has files in it, and none is overwritten" if out.is_dir() else "is there, and is no directory"
+        raise mistake(f"{key}={out}: {what}", "Name a new directory, or empty this one first")
+
+
+@contextlib.contextmanager
+def new_directory(key: str, out: Path) -> Iterator[Path]:
+    """A temporary directory beside `out`, renamed to `out` at the end of the `with`; an exception deletes it.
+
+    Raises ConfigError if `out` is not free, or cannot be made.
+    """
+    check_free(key, out)
+    work = out.with_name(f".unfinished-{out.name}")
+    shutil.rmtree(work, ignore_errors=True)  # of a killed process
+    try:
+        work.mkdir(parents=True)
+    except OSError as error:
+        problem = f"{key}={out}: {work} cannot be made ({error.strerror})"
+        raise mistake(problem, "Name a directory in a writable place") from None
+    try:
+        yield work
+        if out.is_dir():
+            out.rmdir()
+        os.rename(work, out)
+        sync(out.parent)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

@@ -6,19 +6,39 @@ the guarantees. Arrays are numpy's, because worker processes import this package
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
 from ngpt_train.config.schema import Config
-from ngpt_train.data.dataset import Dataset, OnMain, check_whole, open_whole
-from ngpt_train.data.epochs import EpochRows, epoch_rows, many_epochs, planned_rows
-from ngpt_train.data.loader import TrainLoader, reader_of
-from ngpt_train.data.mixed import open_mixture
-from ngpt_train.data.position import Position, Reader, data_hash, merged
-from ngpt_train.data.prepared.build import prepare_dataset
-from ngpt_train.data.prepared.token_files import open_tokens
-from ngpt_train.data.rows import Batch, Rows, rows_of
-from ngpt_train.data.streamed.streamed_text import open_streamed
-from ngpt_train.data.token_sequence import Tokens
-from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer, write_tokenizer
-from ngpt_train.data.validation_rows import chosen_rows, same_text
+from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.data.cache_files import canonical_hash
+from ngpt_train.data.dataset import Dataset, OnMain, Tokens, path_of
+from ngpt_train.data.epochs import EpochRows, epoch_rows, many_epochs, planned_rows, warn_of_repeats
+from ngpt_train.data.loader import (
+    ENDLESS,
+    Position,
+    PreparedReader,
+    Reader,
+    Share,
+    TrainLoader,
+    check_position,
+    data_hash,
+    merged,
+    stored_integers,
+)
+from ngpt_train.data.mixed import Mixed, MixtureReader, Turns, open_mixture
+from ngpt_train.data.prepared_text import prepare_dataset
+from ngpt_train.data.rows import Batch, Rows, chosen_rows, rows_of, same_text
+from ngpt_train.data.sources import open_source
+from ngpt_train.data.streamed_text import Cursor, Start, open_streamed
+from ngpt_train.data.token_files import open_tokens
+from ngpt_train.data.tokenizers import load_tokenizer, read_tokenizer, write_tokenizer
+from ngpt_train.data.tokenizers.tokenizer import Tokenizer, with_eos
+from ngpt_train.data.workers import OnWait, StreamReader
 
 __all__ = [
     "Batch",
@@ -57,8 +77,8 @@ def open_dataset(
     tokenizer: used instead of `config.tokenizer`; prepared shards keep their own.
     on_main: for streamed text in several processes. It runs a function on one process and returns the result on all.
     The function may list, download and tokenize for hours, so no collective with a time limit may wait for it.
-    Raises ConfigError without `data.path`, and DataError if the text, a file or the tokenizer is faulty, or if a split
-    is shorter than a row.
+    Raises DataError if the text, a file or the tokenizer is faulty, or if a split is shorter than a row, and
+    ConfigError for a faulty data.repo and for data.val_fraction=1 of text that has a validation split of its own.
     """
     data = config.data
     if data.val_fraction == 1:
@@ -70,3 +90,91 @@ def open_dataset(
     if data.val_fraction == 1:
         return open_whole(config, tokenizer)
     return open_tokens(config, tokenizer) if data.kind == "tokens" else prepare_dataset(config, tokenizer=tokenizer)
+
+
+def check_whole(config: Config) -> None:
+    """Raises ConfigError unless all of the text can be validation text (data.val_fraction=1)."""
+    data = config.data
+    if data.kind in ("tokens", "mixture") or data.val_files is not None:
+        named, fix = f"data.kind={data.kind}", "Name the text with data=local data.path=FILE"
+        if data.val_files is not None:
+            named, fix = f"data.val_files={data.val_files}", "Set data.val_files=null, or leave data.val_fraction out"
+        raise ConfigError(f"data.val_fraction=1, {named}: has a validation split of its own\n  {fix}")
+
+
+def open_whole(config: Config, tokenizer: Tokenizer | None) -> Dataset:
+    """All of the text as the validation split, tokenized in memory, which takes far less time than its evaluation.
+
+    Raises DataError if the text cannot be read or is shorter than a row.
+    """
+    data, path, context = config.data, path_of(config), config.model.context
+    tokenizer = tokenizer or load_tokenizer(config.tokenizer)
+    documents = [with_eos(tokenizer, text) for text in open_source(data).documents() if text or data.keep_empty]
+    n_tokens = sum(map(len, documents))
+    if n_tokens <= context and not config.model.source_length(context):
+        raise DataError(
+            f"{path}: has {n_tokens} tokens, less than one row (model.context + 1 = {context + 1}); add text, or "
+            f"take documents of any length with evaluate.length.contexts=[{context}]"
+        )
+    validation = Tokens.of_documents("validation", path, documents, tokenizer.eos)
+    ids = hashlib.sha256(b"".join(document.tobytes() for document in documents))
+    found = canonical_hash([tokenizer.fingerprint, ids.hexdigest()])
+    return Dataset(Tokens("train", path, [], tokenizer.eos), validation, tokenizer, found, path, {})
+
+
+def reader_of(
+    data: Dataset,
+    config: Config,
+    rank: int = 0,
+    world_size: int = 1,
+    state: Mapping[str, Any] | None = None,
+    on_wait: OnWait = lambda seconds: None,
+) -> Reader:
+    """The training rows of rank `rank`, from the `state` of a checkpoint on (`merged`). on_wait: see `StreamReader`.
+
+    For streamed text it fetches the shards of the first rows, so no collective with a time limit may wait for it.
+    Raises DataError if the state is of other data or a shard cannot be read.
+    """
+    if state is not None:
+        check_position(state)
+    streams = config.data.streams
+    rows = 0 if state is None else int(state["rows"])
+    share = Share(rank, world_size)
+    if not isinstance(data.train, Mixed):
+        numbers = range(share.next_row(rows, world_size), ENDLESS, world_size)
+        # Stream s has given the rows s, s + streams, s + 2 streams, ... so far.
+        given = (rows - np.arange(streams) + streams - 1) // streams
+        return _reader_of_source(data, config, share, numbers, given, state, "", on_wait)
+    mixture = data.train.mixture
+    taken = np.stack([stored_integers(state, f"{name}/rows", streams, 1)[:, 0] for name in mixture.names])
+    readers = [
+        _reader_of_source(
+            source, config, share, Turns(mixture, share, rows, taken, index), taken[index], state, f"{name}/", on_wait
+        )
+        for index, (name, source) in enumerate(zip(mixture.names, data.train.sources, strict=True))
+    ]
+    return MixtureReader(mixture, readers, share, rows, taken)
+
+
+def _reader_of_source(
+    data: Dataset,
+    config: Config,
+    share: Share,
+    numbers: Iterable[int],
+    given: NDArray[np.int64],
+    state: Mapping[str, Any] | None,
+    prefix: str,
+    on_wait: OnWait,
+) -> Reader:
+    """The rows `numbers` of one source. prefix: of its cursors in `state`; given: `Start.rows`."""
+    if isinstance(data.train, Tokens):
+        return PreparedReader(rows_of(data.train, config), config.run.seed)
+    assert not isinstance(data.train, Mixed)
+    cursors = stored_integers(state, f"{prefix}cursors", config.data.streams, len(Cursor._fields))
+    left_out = {} if state is None else state["skipped_shards"]
+    skipped = {shard.removeprefix(prefix): problem for shard, problem in left_out.items() if shard.startswith(prefix)}
+    start = Start(cursors, given, skipped)
+    data.train.fetch(start, share)
+    if share.rank == 0 and state is None:
+        warn_of_repeats(data.train.open(), data.train.settings)
+    return StreamReader(data.train, numbers, start, share, config.data.workers, config.data.prefetch, on_wait)

@@ -1,24 +1,68 @@
-"""Training batches: row k of the run is the same for any number of ranks, workers and restarts."""
+"""Training batches: row k of the run is the same for any number of ranks, workers and restarts.
+
+A `Reader` gives the rows of a rank. `TrainLoader` makes batches of them, each with the position in the data after it.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ngpt_train.config.schema import Config
-from ngpt_train.data.dataset import Dataset
-from ngpt_train.data.epochs import warn_of_repeats
-from ngpt_train.data.mixed import Mixed, MixtureReader, Turns
+from ngpt_train.core.errors import DataError
 from ngpt_train.data.permutation import GOLDEN, mix, shuffled
-from ngpt_train.data.position import ENDLESS, Position, Reader, Share, check_position, stored_integers
-from ngpt_train.data.rows import Batch, Cursor, Rows, rows_of
-from ngpt_train.data.streamed.workers import OnWait, Start, StreamReader
-from ngpt_train.data.token_sequence import Tokens
+from ngpt_train.data.rows import Batch, Rows
+
+ENDLESS = 2**62  # rows, more than any run reads
+
+
+class Share(NamedTuple):
+    """A rank's share of the rows of a run, and of the virtual streams."""
+
+    rank: int
+    world_size: int
+
+    def step(self, n_streams: int) -> int:
+        """The distance between two streams of the rank, and between two rows of its streams."""
+        return math.gcd(self.world_size, n_streams)
+
+    def streams(self, n_streams: int) -> range:
+        """The streams of the rank. Other ranks may read them, too."""
+        step = self.step(n_streams)
+        return range(self.rank % step, n_streams, step)
+
+    def next_row(self, rows: int, step: int) -> int:
+        """The first row of `rows`, `rows` + 1, ... with the number `rank` modulo `step`."""
+        return rows + (self.rank - rows) % step
+
+
+class Reader:
+    """This rank's rows of one source. A reader without streams defines `take` alone."""
+
+    def take(self, numbers: NDArray[np.int64]) -> Batch:
+        """The next rows of this rank. numbers: their numbers in the source, (N,)."""
+        raise NotImplementedError
+
+    def cursors(self) -> dict[str, NDArray[np.int64]]:
+        """The cursor of each stream after the rows taken so far, (n_streams, width). -1 for streams of other ranks."""
+        return {}
+
+    def skipped(self) -> dict[str, str]:
+        """The problem of each skipped shard, by name."""
+        return {}
+
+    def rows_by_source(self) -> dict[str, int]:
+        """This rank's rows of each source of a mixture so far. Their sums over all ranks are the rows of the run."""
+        return {}
+
+    def close(self) -> None:
+        """Ends the processes that read ahead."""
 
 
 @dataclass(frozen=True)
@@ -32,62 +76,64 @@ class PreparedReader(Reader):
         return self.rows.batch(shuffled(numbers, len(self.rows), self.seed))
 
 
-def reader_of(
-    data: Dataset,
-    config: Config,
-    rank: int = 0,
-    world_size: int = 1,
-    state: Mapping[str, Any] | None = None,
-    on_wait: OnWait = lambda seconds: None,
-) -> Reader:
-    """The training rows of rank `rank`, from the `state` of a checkpoint on (`merged`). on_wait: see `StreamReader`.
+class Position(NamedTuple):
+    """The position in the data after a batch, as far as this rank knows it."""
 
-    For streamed text it fetches the shards of the first rows, so no collective with a time limit may wait for it.
-    Raises DataError if the state is of other data or a shard cannot be read.
-    """
-    if state is not None:
-        check_position(state)
-    streams = config.data.streams
-    rows = 0 if state is None else int(state["rows"])
-    share = Share(rank, world_size)
-    if not isinstance(data.train, Mixed):
-        numbers = range(share.next_row(rows, world_size), ENDLESS, world_size)
-        # Stream s has given the rows s, s + streams, s + 2 streams, ... so far.
-        given = (rows - np.arange(streams) + streams - 1) // streams
-        return _reader_of_source(data, config, share, numbers, given, state, "", on_wait)
-    mixture = data.train.mixture
-    taken = np.stack([stored_integers(state, f"{name}/rows", streams, 1)[:, 0] for name in mixture.names])
-    readers = [
-        _reader_of_source(
-            source, config, share, Turns(mixture, share, rows, taken, index), taken[index], state, f"{name}/", on_wait
-        )
-        for index, (name, source) in enumerate(zip(mixture.names, data.train.sources, strict=True))
-    ]
-    return MixtureReader(mixture, readers, share, rows, taken)
+    rows: int  # taken so far by all ranks
+    data_hash: int  # this rank's summand
+    cursors: dict[str, NDArray[np.int64]]  # see `Reader`
+    skipped: dict[str, str]
+    rows_by_source: dict[str, int]
 
 
-def _reader_of_source(
-    data: Dataset,
-    config: Config,
-    share: Share,
-    numbers: Iterable[int],
-    given: NDArray[np.int64],
-    state: Mapping[str, Any] | None,
-    prefix: str,
-    on_wait: OnWait,
-) -> Reader:
-    """The rows `numbers` of one source. prefix: of its cursors in `state`; given: `Start.rows`."""
-    if isinstance(data.train, Tokens):
-        return PreparedReader(rows_of(data.train, config), config.run.seed)
-    assert not isinstance(data.train, Mixed)
-    cursors = stored_integers(state, f"{prefix}cursors", config.data.streams, len(Cursor._fields))
-    left_out = {} if state is None else state["skipped_shards"]
-    skipped = {shard.removeprefix(prefix): problem for shard, problem in left_out.items() if shard.startswith(prefix)}
-    start = Start(cursors, given, skipped)
-    data.train.fetch(start, share)
-    if share.rank == 0 and state is None:
-        warn_of_repeats(data.train.open(), data.train.settings)
-    return StreamReader(data.train, numbers, start, share, config.data.workers, config.data.prefetch, on_wait)
+def merged(positions: Sequence[Position]) -> dict[str, Any]:
+    """The position of the run as JSON for a checkpoint. positions: of all ranks, after the same step."""
+    names = positions[0].cursors
+    cursors = {name: latest([position.cursors[name] for position in positions]).tolist() for name in names}
+    total = data_hash([position.data_hash for position in positions])
+    skipped = {name: problem for position in positions for name, problem in position.skipped.items()}
+    return {"rows": positions[0].rows, "data_hash": total, "cursors": cursors, "skipped_shards": skipped}
+
+
+def latest(cursors: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """The furthest cursor of each stream. cursors[rank]: (n_streams, width)."""
+    furthest = cursors[0]
+    for other in cursors[1:]:
+        differs = (other != furthest).argmax(axis=1)[:, None]  # the first different number decides
+        later = np.take_along_axis(other, differs, 1) > np.take_along_axis(furthest, differs, 1)
+        furthest = np.where(later, other, furthest)
+    return furthest
+
+
+def data_hash(summands: Sequence[int]) -> str:
+    """16 hex digits for all rows so far. summands: `Position.data_hash` of all ranks after the same step."""
+    return f"{sum(summands) % 2**64:016x}"
+
+
+def check_position(state: Mapping[str, Any]) -> None:
+    """Raises DataError unless `state` has the form of a result of `merged`."""
+    rows, found, cursors, skipped = (state.get(name) for name in ("rows", "data_hash", "cursors", "skipped_shards"))
+    if (
+        type(rows) is not int
+        or not 0 <= rows < ENDLESS
+        or not (isinstance(found, str) and re.fullmatch("[0-9a-f]{1,64}", found))
+        or not isinstance(cursors or {}, dict)
+        or not isinstance(skipped or {}, dict)
+    ):
+        raise DataError("the checkpoint does not say how many rows were read, or where the streams are: it is damaged")
+
+
+def stored_integers(state: Mapping[str, Any] | None, name: str, streams: int, width: int) -> NDArray[np.int64]:
+    """The integers (streams, width) of `name` in a checkpoint; zeros at the start of a run."""
+    if state is None:
+        return np.zeros((streams, width), np.int64)
+    try:
+        stored = np.array(state["cursors"].get(name, []), np.int64)
+    except (ValueError, TypeError, OverflowError, KeyError):  # no numbers
+        stored = np.empty(0, np.int64)
+    if stored.shape != (streams, width) or stored.min() < 0:
+        raise DataError(f"the checkpoint does not say where its {streams} streams are ({name}): it is of other data")
+    return stored
 
 
 class TrainLoader(Iterator[tuple[list[Batch], Position]]):
@@ -108,8 +154,7 @@ class TrainLoader(Iterator[tuple[list[Batch], Position]]):
         state: Mapping[str, Any] | None = None,
     ):
         """state: the position of a checkpoint (`merged`)."""
-        if batch_rows % (world_size * micro_rows) != 0:
-            raise ValueError(f"{batch_rows} rows do not divide into {world_size} ranks x micro batches of {micro_rows}")
+        assert batch_rows % (world_size * micro_rows) == 0
         self._reader, self._share = reader, Share(rank, world_size)
         self._batch_rows, self._micro_rows = batch_rows, micro_rows
         self._rows = 0 if state is None else int(state["rows"])

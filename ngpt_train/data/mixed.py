@@ -19,13 +19,12 @@ from numpy.typing import NDArray
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.data import SourceConfig, mixture_of
 from ngpt_train.core.errors import DataError
-from ngpt_train.data.dataset import Dataset, OnMain
-from ngpt_train.data.hashes import canonical_hash
+from ngpt_train.data.cache_files import canonical_hash
+from ngpt_train.data.dataset import Dataset, OnMain, Tokens
+from ngpt_train.data.loader import Reader, Share
 from ngpt_train.data.permutation import uniform
-from ngpt_train.data.position import Reader, Share
 from ngpt_train.data.rows import Batch, row_format
-from ngpt_train.data.streamed.streamed_text import corpus_of, list_shards, open_text
-from ngpt_train.data.token_sequence import Tokens
+from ngpt_train.data.streamed_text import corpus_of, list_shards, open_text
 from ngpt_train.data.tokenizers import load_tokenizer
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer, tokenizer_identity
 

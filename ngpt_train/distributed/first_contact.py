@@ -2,8 +2,8 @@
 
 A pass over the model on torch's meta device records the kernels and their shapes (`kernels/check/calls.py`). On each
 host a separate process compares the kernels with their formulas and times them against plain PyTorch (`__main__.py`
-there). `data.cache`/kernels keeps the findings (`kept.py`). A kernel that is wrong on one host is off on all ranks, so
-that all run the same program.
+there). `data.cache`/kernels keeps the findings (`kernel_findings.py`). A kernel that is wrong on one host is off on all
+ranks, so that all run the same program.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ngpt_train.core.errors import ConfigError
-from ngpt_train.distributed.compile_cache import keep_compiled
+from ngpt_train.distributed.compilation import keep_compiled
 from ngpt_train.distributed.layouts import (
     choose_kernels,
     resolve_compile,
@@ -31,10 +31,9 @@ from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.adam import unsupported
 from ngpt_train.kernels.check.calls import DESCRIBE, Call, of_adam, recorded
 from ngpt_train.kernels.check.cases import OF_ATTENTION
-from ngpt_train.kernels.check.children import Finding, Request, as_json, findings
-from ngpt_train.kernels.check.kept import Kept
+from ngpt_train.kernels.check.kernel_findings import Finding, Kept, Request, as_json, findings
+from ngpt_train.models import build_model
 from ngpt_train.models.layers.linear import cast_linears
-from ngpt_train.models.registry import build_model
 
 if TYPE_CHECKING:
     from ngpt_train.config.schema import Config

@@ -54,18 +54,17 @@ def recomputed(forward: Callable[..., Any], selective: bool = False) -> Callable
 
 
 def kept_and_recomputed() -> Any:
-    """The contexts of a block's forward pass and of its recomputation, for torch's `checkpoint`."""
-    return create_selective_checkpoint_contexts(what_to_keep)
+    """The contexts of a block's forward pass and of its recomputation under `selective`, for torch's `checkpoint`."""
+
+    def policy(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if keeps(operator, arguments) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def all_recomputed() -> Any:
     """`kept_and_recomputed` for `full`."""
     return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
-
-
-def what_to_keep(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    """The policy of `selective` for an operator and its arguments."""
-    return CheckpointPolicy.MUST_SAVE if keeps(operator, arguments) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def keeps(operator: Any, arguments: tuple[Any, ...]) -> bool:

@@ -17,7 +17,6 @@ from ngpt_train.doctor.checks import (
     devices,
     disks,
     environment,
-    kernel_check,
     links,
     training_text,
     trial_steps,
@@ -38,17 +37,17 @@ from ngpt_train.doctor.findings import (
 from ngpt_train.doctor.rank_store import absent, ask_clocks, places_told, tell, tell_clock, told
 from ngpt_train.report.launch_plan import make_plan
 
-# Time limits of each look, and of all. Looks that mostly wait run at the same time. The measurements run one by one:
-# kernels, disks, links, steps. The compiler runs beside all others.
-SECONDS = {
-    "versions": 15.0, "environment": 5.0, "devices": 25.0, "text": 25.0, "wandb": 12.0, "compiler": 60.0,
-    "plan": 15.0, "kernels": 40.0, "disks": 20.0, "links": 20.0, "steps": 40.0,
+# The ranks that run each look, and its time limit in seconds. Facts of HOST and MAIN hold for all ranks of the host.
+# Looks that mostly wait run at the same time. The measurements run one by one: kernels, disks, links, steps. The
+# compiler runs beside all others.
+RANK, HOST, MAIN = "every rank", "the first rank of each host", "rank 0"
+LOOKS = {
+    "versions": (HOST, 15.0), "environment": (RANK, 5.0), "devices": (RANK, 25.0), "text": (HOST, 25.0),
+    "wandb": (MAIN, 12.0), "compiler": (HOST, 60.0), "plan": (MAIN, 15.0), "kernels": (HOST, 40.0),
+    "disks": (HOST, 20.0), "links": (RANK, 20.0), "steps": (RANK, 40.0),
 }  # fmt: skip
 ALL_SECONDS, LEAST_SECONDS = 80.0, 8.0
 HELLO_SECONDS, MEETING_SECONDS, LAST_SECONDS = 30.0, 10.0, 5.0
-OF_RANK_0 = ("wandb", "plan")
-OF_FIRST_RANKS = ("versions", "text", "compiler", "kernels", "disks")  # on the first rank of each host
-OF_HOSTS = (*OF_RANK_0, *OF_FIRST_RANKS)  # their facts hold for all ranks of the host
 ASSUMED_VOCABULARY = 32_000  # without a tokenizer
 SKEW, SIGNED_REQUESTS_FAIL = 1.0, 300.0  # seconds between two clocks: a warning, and wrong
 
@@ -81,11 +80,11 @@ def examine(config: Config, place: Place, store: dist.Store) -> Examination | No
     found: dict[str, Answer] = {}
 
     def left(name: str) -> float:
-        return max(LEAST_SECONDS, min(SECONDS[name], begin + ALL_SECONDS - time.monotonic()))
+        return max(LEAST_SECONDS, min(LOOKS[name][1], begin + ALL_SECONDS - time.monotonic()))
 
     def answer(name: str, look: Look, together: bool = False) -> Answer:
         """together: waits for all ranks first."""
-        missing = absent(store, place, name, MEETING_SECONDS + SECONDS["kernels"]) if together else []
+        missing = absent(store, place, name, MEETING_SECONDS + LOOKS["kernels"][1]) if together else []
         if missing:
             found[name] = Answer(place, {}, f"rank {', '.join(map(str, missing[:8]))} did not come to it")
         else:
@@ -112,8 +111,7 @@ def examine(config: Config, place: Place, store: dist.Store) -> Examination | No
         checkpoint_bytes = planned.facts.get("checkpoint_bytes", 0)
     if place.speaks_for_host:
         vocabulary = vocabulary_of(config, found) or ASSUMED_VOCABULARY
-        size, local_rank = place.size, place.local_rank
-        checked = answer("kernels", lambda report: kernel_check.look(config, size, local_rank, vocabulary, report))
+        checked = answer("kernels", lambda report: devices.look_at_kernels(config, place, vocabulary, report))
         tell(store, place, "kernels that are off", checked.facts.get("off", {}))
         answer("disks", lambda report: disks.look(config, place, token, checkpoint_bytes, report))
     answer("links", lambda report: links.look(config, place, left("links"), report), together=True)
@@ -147,7 +145,7 @@ def examine(config: Config, place: Place, store: dist.Store) -> Examination | No
 
 def is_asked(name: str, place: Place) -> bool:
     """True if the rank runs this look."""
-    return place.rank == 0 if name in OF_RANK_0 else place.speaks_for_host or name not in OF_FIRST_RANKS
+    return {RANK: True, HOST: place.speaks_for_host, MAIN: place.rank == 0}[LOOKS[name][0]]
 
 
 def vocabulary_of(config: Config, found: dict[str, Answer]) -> int | None:
@@ -190,7 +188,7 @@ def judge(config: Config, examination: Examination) -> list[Finding]:
         "versions": lambda: versions.judge(of("versions")),
         "clock": lambda: _clocks(examination),
         "devices": lambda: devices.judge(config, of("devices"), memory if on_gpus else None),
-        "kernels": lambda: of_each(of("kernels"), kernel_check.judge),
+        "kernels": lambda: of_each(of("kernels"), devices.judge_kernels),
         "environment": lambda: environment.judge(config, of("environment"), on_gpus, memory),
         "compiler": lambda: of_each(of("compiler"), compiler.judge),
         "disks": lambda: disks.judge(config, of("disks"), size, said),
@@ -202,7 +200,7 @@ def judge(config: Config, examination: Examination) -> list[Finding]:
     findings: list[Finding] = []
     for name, part in parts.items():
         try:
-            findings += [_placed(finding, examination, name in OF_HOSTS) for finding in part()]
+            findings += [_placed(finding, examination, name in LOOKS and LOOKS[name][0] != RANK) for finding in part()]
         except Exception as error:  # a bug here must not hide the other rows
             problem = f"{type(error).__name__}: {first_line(error)}"
             findings.append(unchecked(name, problem, "report this bug of ngpt-train"))

@@ -1,4 +1,4 @@
-"""Loads a trained model and its tokenizer from a checkpoint."""
+"""Loads a trained model and its tokenizer from a checkpoint, or the mean of the weights of several."""
 
 import logging
 from collections.abc import Collection, Sequence
@@ -13,22 +13,20 @@ from ngpt_train.config.architectures import all_keys
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config, TrainConfig, build
-from ngpt_train.config.stored import read_yaml
-from ngpt_train.config.validate import check_leaf, check_leaves
+from ngpt_train.config.stored import read_yaml, what_differs
+from ngpt_train.config.validate import check_leaf, check_leaves, show
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json
 from ngpt_train.data.tokenizers import read_tokenizer
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.distributed.layouts import choose_kernels, resolve_precision
 from ngpt_train.distributed.world import World, resolve_device
-from ngpt_train.evaluation.averaging import load_mean, newest
-from ngpt_train.evaluation.generation.continued_prompts import Texts
-from ngpt_train.evaluation.generation.tokens import opened
+from ngpt_train.evaluation.continued_prompts import Texts
+from ngpt_train.evaluation.sampling import opened
+from ngpt_train.models import build_model
 from ngpt_train.models.decoder import Decoder
-from ngpt_train.models.registry import build_model
 from ngpt_train.report.enough_memory import check_weights_fit
-from ngpt_train.training.checkpoint.catalogue import find_checkpoint, step_of
-from ngpt_train.training.checkpoint.integrity import read_progress
+from ngpt_train.training.checkpoint.catalogue import find_checkpoint, list_checkpoints, read_progress, step_of
 from ngpt_train.training.checkpoint.load import load_model, open_tensors
 
 logger = logging.getLogger(__name__)
@@ -146,7 +144,7 @@ def named(verb: str, key: str, value: str | None, own: Any) -> Trained:
 
 
 def check_overrides(
-    verb: str, trained: Sequence[Trained], config: Config, overrides: Sequence[str], also_used: Collection[str] = ()
+    verb: str, trained: Sequence[Trained], config: Config, overrides: Sequence[str], also_used: Collection[str]
 ) -> None:
     """Raises ConfigError for an override that contradicts a checkpoint. The log names unused overrides.
 
@@ -157,26 +155,22 @@ def check_overrides(
         name, _, value = (part.strip() for part in override.partition("="))
         section = name.partition(".")[0]
         if section in DECIDED_BY_CHECKPOINT:
+            key = name if "." in name else f"{name}.{DECIDED_BY_CHECKPOINT[name]}"
             for each in trained:
-                _check_decided(override, name, value, config, each)
+                found = _value(each.config, key)
+                if value != AUTO and _value(config, key) != found:
+                    raise ConfigError(
+                        f"{override}: the checkpoint decides, and in {each.path} {key} is {found}"
+                        "\n  Leave it out, or name another checkpoint"
+                    )
         elif not used & {name, section}:
             unused.append(name)
     if unused:
         logger.info("%s makes no use of %s", verb, ", ".join(unused))
 
 
-def _check_decided(override: str, name: str, value: str, config: Config, trained: Trained) -> None:
-    """Raises ConfigError unless the override has the value of the checkpoint, or is auto."""
-    key = name if "." in name else f"{name}.{DECIDED_BY_CHECKPOINT[name]}"
-    found = _value(trained.config, key)
-    if value != AUTO and _value(config, key) != found:
-        raise ConfigError(
-            f"{override}: the checkpoint decides, and in {trained.path} {key} is {found}"
-            "\n  Leave it out, or name another checkpoint"
-        )
-
-
 def _value(config: Config, key: str) -> Any:
+    """None for a key of another architecture."""
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name, None)
@@ -219,3 +213,56 @@ def restore(trained: Trained, config: Config, world: World) -> Restored:
         logger.info("weights: %s", trained.of_what)
     step = read_progress(path)["step"]  # the directory may have been renamed
     return Restored(**vars(trained), step=step, model=model, tokenizer=tokenizer)
+
+
+def newest(key: str, n: int, last: Path, config: Config) -> list[Path]:
+    """The `n` newest checkpoints of a run up to `last`, the oldest first.
+
+    key: the name in messages. config: of `last`. Raises DataError if there are fewer, or if a config or tokenizer
+    differs, as in a directory of several runs.
+    """
+    last = last.resolve()  # it may be `.` or a link
+    there = list_checkpoints(last.parent)
+    if last not in there:
+        raise DataError(f"{key}={n}: {last} does not have a run's name step_*, so the order of checkpoints is unknown.")
+    found = there[: there.index(last) + 1][-n:]
+    if len(found) < n:
+        steps = ", ".join(str(step_of(path)) for path in found)
+        raise DataError(
+            f"{key}={n}: {last.parent} has {len(found)} up to step {step_of(last)} ({steps}). This run keeps "
+            f"checkpoint.keep_last={config.checkpoint.keep_last}. Set {key}={len(found)}, or train with "
+            f"checkpoint.keep_last={n}, which a resumed run may change."
+        )
+    for path in found[:-1]:
+        differences = [
+            f"{name}: {show(old)} in {path.name}, {show(new)} in {last.name}"
+            for name, old, new in what_differs(read_yaml(path / "config.yaml"), config)
+        ]
+        if read_json(path / "tokenizer.json") != read_json(last / "tokenizer.json"):
+            differences.append(f"{path.name} has another tokenizer than {last.name}")
+        if differences:
+            raise DataError(f"{key}={n}: {last.parent} holds several runs.\n  " + "\n  ".join(differences))
+    return found
+
+
+@torch.no_grad()
+def load_mean(checkpoints: Sequence[Path], model: Decoder, world: World) -> None:
+    """Loads the mean of the checkpoints' weights and running statistics into `model`.
+
+    The sums are in fp64. Then the mean is projected onto the sphere: the nearest point has the least sum of squared
+    distances to the checkpoints' rows. PowerNorm averages psi^2, BatchNorm mean and variance. A collective call. Raises
+    DataError as `load_model`.
+    """
+    totals: dict[str, Tensor] = {}
+    for checkpoint in checkpoints:
+        load_model(checkpoint, model, world)
+        for name, value in values_of(model).items():
+            totals[name] = totals[name].add_(value) if name in totals else value.double()
+    for name, value in values_of(model).items():
+        value.copy_(totals[name] / len(checkpoints))
+    model.project_()
+
+
+def values_of(model: Decoder) -> dict[str, Tensor]:
+    """Weights and running statistics, by name."""
+    return {**dict(model.named_parameters()), **model.statistics()}

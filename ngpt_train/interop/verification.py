@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.interop.layouts import llama_arithmetic
 from ngpt_train.interop.layouts.layout import Layout
+from ngpt_train.interop.layouts.llama import logits_of_transformers
 from ngpt_train.interop.safetensors_files import read_tensors
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.training.guards import NumericalError
@@ -125,7 +125,7 @@ def check_logits(
     read = f"{n} rows of {length} random ids in fp32"
     if isinstance(config, GPTConfig):
         float_weights = {key: weight.float() for key, weight in weights.items()}
-        exact = difference(rows, logits, lambda row: llama_arithmetic.logits(float_weights, config, row))
+        exact = difference(rows, logits, lambda row: logits_of_transformers(float_weights, config, row))
         yield f"{read}, {name} and the checkpoint, in the same order of operations: {LARGEST} {exact}"
         if exact.largest:
             import transformers
@@ -154,7 +154,7 @@ def loaded(directory: Path, layout: Layout, dtype: torch.dtype) -> Any:
             directory,
             dtype=dtype,
             local_files_only=True,
-            trust_remote_code=bool(layout.files()),
+            trust_remote_code=bool(layout.files),
         )
     finally:
         if was_on:

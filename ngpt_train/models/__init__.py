@@ -14,22 +14,48 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ngpt_train.config.keys import AUTO
+from ngpt_train.core.errors import ConfigError
+
 if TYPE_CHECKING:
+    from ngpt_train.config.model_keys import ModelConfig
     from ngpt_train.models.decoder import Decoder, ParameterGroup
-    from ngpt_train.models.registry import build_model
     from ngpt_train.models.weights import export_gradients, export_weights, load_weights
 
 __all__ = ["Decoder", "ParameterGroup", "build_model", "export_gradients", "export_weights", "load_weights"]
 
-# The modules of the names above; names that are missing here are in `weights`. They are imported on first use, because
-# importing the keys must not import torch.
-_MODULES = {"Decoder": "decoder", "ParameterGroup": "decoder", "build_model": "registry"}
-
 
 def __getattr__(name: str) -> Any:
+    """Imports these names on first use, because importing the keys must not import torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'weights')}"), name)
+    module = "decoder" if name in ("Decoder", "ParameterGroup") else "weights"
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+
+
+def build_model(config: ModelConfig, seed: int = 0) -> Decoder:
+    """The model of `config` on the current default device, with the weights that `seed` gives it.
+
+    On the `meta` device the parameters have no values: move the model with `to_empty`, then call `init_weights_`.
+    Raises ConfigError while `model.vocab_size` or another key is still `auto`, and for a model.py without `Model`.
+    """
+    if not isinstance(config.vocab_size, int):
+        raise ConfigError(
+            f"model.vocab_size={config.vocab_size}: the size of the vocabulary must be known to build a model. "
+            "`train` takes it from the tokenizer; elsewhere set it, for example model.vocab_size=32000."
+        )
+    config.settle_starts()
+    if unknown := [name for name, value in vars(config).items() if value == AUTO]:
+        raise ConfigError(
+            f"model.{unknown[0]}=auto: load_config fills it in; in a config made by hand set it to a number."
+        )
+    module = importlib.import_module(f"{__name__}.{config.name}.model")
+    if not hasattr(module, "Model"):
+        raise ConfigError(f"model.name={config.name}: {module.__file__} has no class Model\n  Add: Model = YOUR_CLASS")
+    model: Decoder = module.Model(config)
+    if not model.embedding.is_meta:
+        model.init_weights_(seed)
+    return model
 
 
 # Passes the folders on to the processes that this one starts: data workers unpickle a plug-in's keys.

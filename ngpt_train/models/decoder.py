@@ -6,15 +6,15 @@ one device: ngpt_train/distributed applies compile, activation checkpointing, DD
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.models import initialisation
-from ngpt_train.models.head import Head, Loss
+from ngpt_train.core.constants import IGNORED
+from ngpt_train.kernels.cross_entropy import linear_cross_entropy, token_losses
 from ngpt_train.models.layers.documents import (
     Mask,
     causal_document_mask,
@@ -24,8 +24,42 @@ from ngpt_train.models.layers.documents import (
 )
 from ngpt_train.models.layers.dropout import Dropout, each_with_seeds, number_places, seeded, seeds_of_parts
 from ngpt_train.models.layers.rope import UNSCALED, Rope, rope_table
+from ngpt_train.models.weights import OUTSIDE_OF_BLOCKS, init_weights_, kind_of
 
-__all__ = ["Decoder", "Head", "Loss", "ParameterGroup"]
+
+class Loss(NamedTuple):
+    """Sums over the targets that count, that is, are not -100; 0-dim tensors."""
+
+    total: Tensor  # the loss that is differentiated: the smoothed cross-entropy + z_term
+    n_tokens: Tensor  # number of targets that count
+    cross_entropy: Tensor  # in nats, without smoothing and without gradient
+    z_term: Tensor | None  # z_loss * logsumexp(logits)^2, without gradient; None if z_loss is 0
+    by_token: Tensor | None = None  # (B, T) the cross-entropy of each target, 0 if it does not count; in no_grad
+
+
+class Head(NamedTuple):
+    """Logits = scale * (matrix h): h `(B, T, d_model)`, matrix `(V, d_model)` as it is stored, scale `(V,)` or None."""
+
+    h: Tensor
+    matrix: Tensor
+    scale: Tensor | None = None
+
+    def logits(self) -> Tensor:
+        """Logits `(B, T, V)` in at least fp32."""
+        logits = F.linear(self.h, self.matrix.to(self.h.dtype)).to(torch.promote_types(self.h.dtype, torch.float32))
+        return logits if self.scale is None else logits * self.scale
+
+    def loss(self, targets: Tensor, z_loss: float, label_smoothing: float = 0.0) -> Loss:
+        """The loss of targets `(B, T)`, computed without holding all logits."""
+        n_tokens = (targets != IGNORED).sum()
+        if not torch.is_grad_enabled() and z_loss == label_smoothing == 0:
+            losses = token_losses(self.h, self.matrix, targets, self.scale)
+            total = losses.sum()
+            return Loss(total, n_tokens, total, None, losses)
+        total, cross_entropy, z_term = linear_cross_entropy(
+            self.h, self.matrix, targets, self.scale, z_loss, label_smoothing
+        )
+        return Loss(total, n_tokens, cross_entropy, z_term)
 
 
 @dataclass(frozen=True)
@@ -112,8 +146,7 @@ class Decoder(nn.Module):
 
     def init_std(self, path: str) -> float:
         """Standard deviation of the matrix at `path` at step 0: model.init.*."""
-        kind = initialisation.kind_of(path)
-        return self.config.init.std(kind, self.config.d_model, self.residual_writes(path))
+        return self.config.init.std(kind_of(path), self.config.d_model, self.residual_writes(path))
 
     def residual_writes(self, path: str) -> int:
         """The number of matrices that write into the residual stream of the matrix at `path`; 1 if it writes none."""
@@ -227,7 +260,7 @@ class Decoder(nn.Module):
 
     def init_weights_(self, seed: int) -> None:
         """Sets all weights, in place, to their values at step 0, which depend on the seed alone."""
-        initialisation.init_weights_(self, seed)
+        init_weights_(self, seed)
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """Two groups: matrices, including embeddings, which may decay; gains and scale vectors, which never do.
@@ -241,8 +274,9 @@ class Decoder(nn.Module):
         by_kind: dict[str | None, list[str]] = {None: matrices}
         if self.config.lr_factors(steps=1) is not None:
             kinds = ("embedding", "hidden", "output")
-            outside = initialisation.OUTSIDE_OF_BLOCKS
-            by_kind = {kind: [name for name in matrices if outside.get(name, "hidden") == kind] for kind in kinds}
+            by_kind = {
+                kind: [name for name in matrices if OUTSIDE_OF_BLOCKS.get(name, "hidden") == kind] for kind in kinds
+            }
         return [
             *(ParameterGroup(names, self.decays, self.projects, kind) for kind, names in by_kind.items()),
             ParameterGroup([name for name, ndim in shapes.items() if ndim < 2], decay=False, unit_rows=False),

@@ -1,7 +1,7 @@
 """The logits of the next token, from a prompt and the tokens generated so far.
 
-`Recomputed` computes the whole text again for each token. `Cached` reads each token once and keeps its keys and values.
-Both see the last `context` tokens.
+`Recomputed` computes the whole text again for each token. `Cached` reads each token once and keeps its keys and values:
+it gives each attention of the decoder a `Cache` and takes it away. Both see the last `context` tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch.nn.utils.rnn import pad_sequence
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.encoder_decoder import EncoderDecoder, source_of
 from ngpt_train.models.layers.attention import Attention
-from ngpt_train.models.layers.cache import Cache, Slots
 from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.rope import Rope
 
@@ -58,6 +57,52 @@ class Recomputed:
         with torch.compiler.set_stance("force_eager"):  # each text has another length
             texts = {row: (self.prompts[row], self.prompts[row].new_tensor(self.new[row])) for row in rows}
             return {row: self.model.next_token_logits(*text) for row, text in texts.items()}
+
+
+class Slots:
+    """Where the keys and values of the next tokens go; the caches of a stack share it.
+
+    Slot s of a row belongs to its token at position s.
+    """
+
+    def __init__(self) -> None:
+        self.of_tokens: Tensor | None = None  # (B, T); None: the first tokens of a text, whose slots are 0 to T - 1
+        self.n_seen = 0  # the tokens after the first see slots 0 to n_seen - 1, as far as their mask lets them
+
+
+class Cache:
+    """Keys and values of one attention, each `(B, n_kv_heads, n_slots, d_head)`.
+
+    The shape never changes, so that a step is compiled once. Grouped heads are kept once.
+    """
+
+    def __init__(self, n_slots: int, slots: Slots) -> None:
+        self.n_slots, self.slots = n_slots, slots
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keeps k and v of new tokens, `(B, T, n_kv_heads, d_head)`; returns their visible keys and values, `(B, S,
+        n_kv_heads, d_head)`. The first tokens see each other. A mask hides a row's slots beyond its tokens."""
+        of_tokens = self.slots.of_tokens
+        if of_tokens is None:
+            self.begin(k, v)
+            return k, v
+        assert self.k is not None
+        assert self.v is not None
+        rows = torch.arange(len(k), device=k.device)[:, None]
+        self.k[rows, :, of_tokens] = k
+        self.v[rows, :, of_tokens] = v
+        seen = slice(0, self.slots.n_seen)
+        return self.k[:, :, seen].transpose(1, 2), self.v[:, :, seen].transpose(1, 2)
+
+    def begin(self, k: Tensor, v: Tensor) -> None:
+        """Keeps k and v of the first tokens, in the memory of an earlier text if that had as many rows."""
+        B, T, n_kv_heads, d_head = k.shape
+        if self.k is None or self.v is None or len(self.k) != B:
+            self.k, self.v = (x.new_zeros(B, n_kv_heads, self.n_slots, d_head) for x in (k, v))
+        self.k[:, :, :T] = k.transpose(1, 2)
+        self.v[:, :, :T] = v.transpose(1, 2)
 
 
 class Cached(Recomputed):

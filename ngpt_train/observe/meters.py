@@ -1,10 +1,16 @@
-"""Measurements of a run: tokens per second, MFU, seconds per step, memory."""
+"""Measurements of a run: tokens per second, MFU, seconds per step, memory, and a profiler trace of a few steps."""
 
 import re
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+from torch.profiler import profile, schedule
+
+from ngpt_train.training.loop import Hook, TrainingRun
 
 # Peak FLOP/s of dense matrix products in bf16, and in fp16 where fp32 accumulates. The key is the full name from
 # torch.cuda, because variants of one chip differ by up to a third, and a slice (MIG) is slower than the chip. Sources:
@@ -67,14 +73,11 @@ class Meter:
         self._step_seconds = 0.0
         self._data_seconds = 0.0
 
-    def data(self, seconds: float) -> None:
-        """Adds the seconds of a wait for data; `step` counts them too."""
-        self._data_seconds += seconds
-
-    def step(self, seconds: float, tokens: int) -> None:
-        """Adds the seconds of a whole step, including its wait for data; tokens: of all ranks."""
+    def step(self, seconds: float, data_seconds: float, tokens: int) -> None:
+        """Adds a step. seconds: of the whole step, its wait for data (data_seconds) included. tokens: of all ranks."""
         self._steps += 1
         self._step_seconds += seconds
+        self._data_seconds += data_seconds
         self._tokens += tokens
 
     def read(self) -> dict[str, float | None]:
@@ -94,3 +97,26 @@ class Meter:
         }
         self._start_window()
         return metrics
+
+
+class Profiler(Hook):
+    """Writes the trace of steps 4 to 6 of this start to `directory/rank_<r>.json`.
+
+    Perfetto and chrome://tracing open the trace. It leaves out the first steps, which compile and warm up.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    @contextmanager
+    def around(self, run: TrainingRun) -> Iterator[None]:
+        def write(profiler: profile) -> None:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(self._directory / f"rank_{run.state.world.rank}.json"))
+
+        steps = schedule(wait=2, warmup=1, active=3, repeat=1)
+        with profile(schedule=steps, on_trace_ready=write) as self._profile:
+            yield
+
+    def after_step(self, run: TrainingRun) -> None:
+        self._profile.step()

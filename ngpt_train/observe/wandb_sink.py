@@ -112,7 +112,9 @@ class WandbSink(Sink):
                 self._failure = text
             else:
                 self._started = True
-                self._say(f"wandb: online, {text}" if self._online else self._offline_message())
+                why = f" ({self._why_offline})" if self._why_offline else ""
+                offline = f"offline{why}; upload with `{self._sync_command}`"
+                self._say(f"wandb: {f'online, {text}' if self._online else offline}")
         if status is None:
             return
         self._release()
@@ -132,10 +134,6 @@ class WandbSink(Sink):
                 f"wandb is off ({self._failure or 'it does not start'}); metrics.jsonl has everything; "
                 f"details in {self._log_path}"
             )
-
-    def _offline_message(self) -> str:
-        why = f" ({self._why_offline})" if self._why_offline else ""
-        return f"wandb: offline{why}; upload with `{self._sync_command}`"
 
     def _release(self) -> None:
         assert self._process is not None

@@ -1,4 +1,4 @@
-"""Builds Adam or AdamW over the model's parameter groups, with the learning rate of each group."""
+"""Builds Adam or AdamW over the model's parameter groups, with the learning rate of each group; optim.storage=bf16."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from torch.distributed.tensor import DTensor
 from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.adam import unsupported
 from ngpt_train.models.layers.linear import cast_linears
-from ngpt_train.optim.row_adam import RowAdam
+from ngpt_train.optim.row_adam import RowAdam, local_rows
 
 if TYPE_CHECKING:
     from ngpt_train.config.schema import Config
     from ngpt_train.config.sections.optim import OptimConfig
     from ngpt_train.models.decoder import Decoder, ParameterGroup
+
+# Of optim.storage=bf16: the matrices that stay fp32, and the moments that do not.
+TABLES = ("embedding", "source_embedding", "output", "positions")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build_optimizer(model: Decoder, groups: list[ParameterGroup], config: OptimConfig) -> torch.optim.Optimizer:
@@ -62,3 +66,20 @@ def lr_factors(groups: Sequence[ParameterGroup], config: Config) -> list[float]:
     kind of parameter (`ModelConfig.lr_factors`)."""
     factors = config.model.lr_factors(config.train.steps)
     return [1.0 if factors is None else getattr(factors, group.kind or "vector") for group in groups]
+
+
+@torch.no_grad()
+def round_to_bf16_(model: Decoder, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """optim.storage=bf16: no fp32 master. To be called after each step, and before the first.
+
+    w <- bf16(w) for each matrix of the blocks, and for its moments.
+
+    The step itself is in fp32, as in torch's fused Adam on bf16 tensors. bf16 has 8 bits of precision, so rounding
+    loses a step of less than 1/512 of a weight. Tables and vectors stay fp32. Rounding twice changes no bit.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and name.partition(".")[0] not in TABLES:
+            state = {} if optimizer is None else optimizer.state.get(parameter, {})
+            for tensor in (parameter, *(state[moment] for moment in MOMENTS if moment in state)):
+                rows = local_rows(tensor)
+                rows.copy_(rows.to(torch.bfloat16))

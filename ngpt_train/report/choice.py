@@ -12,8 +12,8 @@ from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.verbs import CARDS
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.distributed.layouts import resolve_compile, resolve_kind, resolve_precision, resolve_shard
+from ngpt_train.models import build_model
 from ngpt_train.models.decoder import Decoder
-from ngpt_train.models.registry import build_model
 from ngpt_train.report.memory import Layout, memory_per_rank
 from ngpt_train.training.feed import divisors, resolve_micro_rows
 
@@ -82,7 +82,7 @@ def planned_layout(config: Config) -> Layout:
     """The layout of a rank of plan.world_size, on GPUs unless train.device=cpu. Raises ConfigError if the config does
     not fit so many ranks."""
     world_size, rows = config.plan.world_size, config.train.rows_per_step
-    micro_rows = resolve_micro_rows(rows, config.train.micro_rows, config.model.context, world_size)
+    micro_rows = resolve_micro_rows(config, world_size)
     device = "cpu" if config.train.device == "cpu" else "cuda"
     ranks_per_host = min(world_size, config.plan.ranks_per_host)
     kind = resolve_kind(config.parallel.kind, world_size, device, ranks_per_host)

@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.distributed.recomputation import ATTENTION, PRODUCTS, checkpoint_blocks
-from ngpt_train.distributed.sharding import held
 from ngpt_train.kernels import dispatch
+from ngpt_train.models import build_model
 from ngpt_train.models.decoder import Decoder
-from ngpt_train.models.registry import build_model
+from ngpt_train.optim.row_adam import local_rows
 
 
 class MemoryCounter(TorchDispatchMode):
@@ -36,7 +36,7 @@ class MemoryCounter(TorchDispatchMode):
 
     def note(self, tensor: Tensor) -> None:
         """Counts the memory of `tensor`, once, until nobody holds it."""
-        storage = held(tensor).untyped_storage()
+        storage = local_rows(tensor).untyped_storage()
         if storage._cdata not in self._held:
             self._held[storage._cdata] = 0
             self._resized(storage._cdata, storage.nbytes())

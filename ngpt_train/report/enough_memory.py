@@ -17,8 +17,8 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.distributed.layouts import resolve_kind
 from ngpt_train.distributed.world import World
+from ngpt_train.models import build_model
 from ngpt_train.models.decoder import Decoder
-from ngpt_train.models.registry import build_model
 from ngpt_train.report.counting import depths_of, of_all_blocks
 from ngpt_train.report.memory import state_items
 

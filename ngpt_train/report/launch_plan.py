@@ -15,12 +15,12 @@ from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.log import saying_nothing
 from ngpt_train.core.secrets import redacted
 from ngpt_train.data.epochs import many_epochs, planned_rows
-from ngpt_train.data.prepared.manifest import MANIFEST, read_manifest
+from ngpt_train.data.token_files import MANIFEST, read_manifest
 from ngpt_train.data.tokenizers import known_vocabulary, load_tokenizer
+from ngpt_train.models import build_model
 from ngpt_train.models.decoder import Decoder
-from ngpt_train.models.initialisation import standard_deviations
-from ngpt_train.models.registry import build_model
-from ngpt_train.optim.storage import TABLES
+from ngpt_train.models.weights import standard_deviations
+from ngpt_train.optim.optimizer import TABLES
 from ngpt_train.report.choice import choose, planned_layout
 from ngpt_train.report.memory import MemoryItem, copies_to_save, memory_per_rank
 

@@ -16,9 +16,9 @@ from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
 from ngpt_train.core.launcher import end_with_parent
 from ngpt_train.observe.console import format_count
-from ngpt_train.study.composition import Runs
 from ngpt_train.study.definition import LR, Study
-from ngpt_train.study.points import DONE, NextPoints, Point, Result
+from ngpt_train.study.points import DONE, Point, Result, Runs
+from ngpt_train.study.tuning import next_points
 
 MEASURE_SECONDS = 300.0  # for all arms; arms not timed by then have no hours
 TOKENS = 16_384  # of a micro batch at most, as with train.micro_rows=auto
@@ -51,10 +51,10 @@ class Cost:
     hours: float | None  # of one run
 
 
-def costs(study: Study, runs: Runs, next_points: NextPoints, sizes: Mapping[str, ArmSize]) -> list[Cost]:
+def costs(study: Study, runs: Runs, sizes: Mapping[str, ArmSize]) -> list[Cost]:
     """The lines of the table. A rehearsal with made-up losses counts the runs of the tuning."""
-    expected = rehearsal(study, runs.start, next_points, lambda octaves: octaves**2)
-    most = rehearsal(study, runs.start, next_points, lambda octaves: -octaves)
+    expected = rehearsal(study, runs.start, lambda octaves: octaves**2)
+    most = rehearsal(study, runs.start, lambda octaves: -octaves)
     lines = []
     for arm, size in sizes.items():
         for budget in study.budgets:
@@ -71,10 +71,7 @@ def costs(study: Study, runs: Runs, next_points: NextPoints, sizes: Mapping[str,
 
 
 def rehearsal(
-    study: Study,
-    starts: Callable[[str, int], float],
-    next_points: NextPoints,
-    loss_of: Callable[[float], float],
+    study: Study, starts: Callable[[str, int], float], loss_of: Callable[[float], float]
 ) -> Counter[tuple[str, int]]:
     """The number of runs by (arm, budget), if losses depend like `loss_of` on the octaves between lr and the recipe's
     lr."""
@@ -83,9 +80,8 @@ def rehearsal(
         for point in wanted:
             values = dict(point.values)
             loss = 3 + 0.05 * loss_of(log2(float(str(values[LR])) / starts(point.arm, point.budget)))
-            for key, tuned in study.tune.items():
-                if key != LR:
-                    loss += 0.01 * tuned.values.index(values[key])
+            for key, listed in study.listed.items():
+                loss += 0.01 * listed.index(values[key])
             loss += 0.003 * study.seeds.index(point.seed)
             results[point] = Result(point, DONE, loss, "", Path())
     return Counter((point.arm, point.budget) for point in results)
@@ -124,7 +120,7 @@ def _measure(configs: Mapping[str, Config], threads: int, here: bool, answers: C
     import torch
 
     from ngpt_train.core.log import saying_nothing  # which imports torch
-    from ngpt_train.models.registry import build_model
+    from ngpt_train.models import build_model
     from ngpt_train.report.launch_plan import planned_vocabulary
 
     torch.set_num_threads(threads)
@@ -145,19 +141,21 @@ def _measure(configs: Mapping[str, Config], threads: int, here: bool, answers: C
         try:
             answers.send((arm, _measured(config, size)))
         except Exception as error:
-            answers.send((arm, replace(size, why_not=first_line(error))))
+            first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            answers.send((arm, replace(size, why_not=first_line[:200])))
 
 
 def _measured(config: Config, size: ArmSize) -> ArmSize:
     """`size` with the seconds per token of a step of one micro batch."""
     from ngpt_train.distributed.world import resolve_device
     from ngpt_train.study.random_steps import steps_of
+    from ngpt_train.training.hooks.saving import available_memory
     from ngpt_train.training.state import build_state
 
     device = resolve_device(config.train.device, 0).type
     of_row = size.flops_per_token * config.model.context
-    needed = 16 * size.n_params  # bytes of weights, gradients and moments
-    if of_row > _HARD_FLOPS[device] or (device == "cpu" and needed > free_memory() / 2):
+    needed, free = 16 * size.n_params, available_memory()  # needed: bytes of weights, gradients and moments
+    if of_row > _HARD_FLOPS[device] or (device == "cpu" and free is not None and needed > free / 2):
         return replace(size, why_not="the model is too large to be measured here")
     rows = max(1, min(config.train.rows_per_step, TOKENS // config.model.context, int(_MOST_FLOPS[device] / of_row)))
     train = replace(config.train, batch_rows=rows, batch_tokens=rows * config.model.context, micro_rows=rows)
@@ -172,41 +170,30 @@ def _measured(config: Config, size: ArmSize) -> ArmSize:
 
 def table(study: Study, lines: Sequence[Cost], sizes: Mapping[str, ArmSize], jobs: int) -> str:
     """The table of costs, which each start prints."""
-    rows = [("arm", "parameters", "tokens", "steps", "runs", "tokens of all", "FLOPs", "hours of one", "hours")]
+    rows: list[tuple[str, ...]] = [
+        ("arm", "parameters", "tokens", "steps", "runs", "tokens of all", "FLOPs", "hours of one", "hours")
+    ]
     for line in lines:
+        counts = (line.tokens, f"{line.steps:,}", str(line.runs), line.tokens * line.runs)
         hours = None if line.hours is None else line.hours * line.runs
-        rows.append(
-            (
-                line.arm,
-                format_count(sizes[line.arm].n_params),
-                format_count(line.tokens),
-                f"{line.steps:,}",
-                str(line.runs),
-                format_count(line.tokens * line.runs),
-                f"{line.flops:.3g}",
-                _hours(line.hours),
-                _hours(hours),
-            )
-        )
+        cells = (line.arm, sizes[line.arm].n_params, *counts, f"{line.flops:.3g}", _hours(line.hours), _hours(hours))
+        rows.append(tuple(cell if isinstance(cell, str) else format_count(cell) for cell in cells))
     n, most = sum(line.runs for line in lines), sum(line.most_runs for line in lines)
     known = [line.hours * line.runs for line in lines if line.hours is not None]
     hours_of_all = sum(known) if lines and len(known) == len(lines) else None
     totals = ("in all", "", "", "", str(n), format_count(sum(line.tokens * line.runs for line in lines)))
     rows.append((*totals, f"{sum(line.flops for line in lines):.3g}", "", _hours(hours_of_all)))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    text = [
-        "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
-        for pairs in (list(zip(row, widths, strict=True)) for row in rows)
-    ]
-    tuned = ", ".join(study.tune)
+    names, *others = zip(*rows, strict=True)
+    columns = [[cell.ljust(max(map(len, names))) for cell in names]]
+    columns += [[cell.rjust(max(map(len, column))) for cell in column] for column in others]
     arms, budgets, seeds = (
         f"{len(all_of)} {word}{'s' if len(all_of) > 1 else ''}"
         for all_of, word in ((study.arms, "arm"), (study.budgets, "budget"), (study.seeds, "seed"))
     )
     notes = [
-        f"{study.name}: {arms}, {budgets}, {seeds}; tuned: {tuned}; baseline {study.baseline}",
+        f"{study.name}: {arms}, {budgets}, {seeds}; tuned: {', '.join(study.tune)}; baseline {study.baseline}",
         "",
-        *text,
+        *("  ".join(row) for row in zip(*columns, strict=True)),
         "",
         f"Runs: as many as tuning takes where the recipe's learning rate is the best one; at most {most} where it is "
         "far from it.",
@@ -219,19 +206,6 @@ def table(study: Study, lines: Sequence[Cost], sizes: Mapping[str, ArmSize], job
         why = f"what measures them took longer than {MEASURE_SECONDS:g} seconds, or was killed"
         notes.append(f"Not in the table: {', '.join(missing)}; {why}.")
     return "\n".join(notes)
-
-
-def free_memory(meminfo: Path = Path("/proc/meminfo")) -> float:
-    """Free bytes of memory; infinite if unknown."""
-    try:
-        lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        return 1024.0 * int(lines["MemAvailable"].split()[0])
-    except (OSError, KeyError, ValueError):
-        return float("inf")
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def _hours(hours: float | None) -> str:

@@ -1,4 +1,5 @@
-"""The definition of a study: arms, budgets, seeds and tuned keys, from the section `study` of the configuration.
+"""The definition of a study: arms, budgets, seeds and tuned keys, from the section `study` of the configuration, and
+its file, study.yaml.
 
 No heavy import stands here, so mistakes are reported at once.
 """
@@ -7,20 +8,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from ngpt_train.config.architectures import all_keys
 from ngpt_train.config.arguments import is_of_study
 from ngpt_train.config.sections.studies import StudyConfig
 from ngpt_train.config.validate import check_leaf, did_you_mean, mistake, nearest, show
 from ngpt_train.config.yaml_files import Files, parse_row
-from ngpt_train.core.secrets import command_of
+from ngpt_train.core.errors import DataError
+from ngpt_train.core.files import read_yaml_text, write_atomically
+from ngpt_train.core.secrets import command_of, redacted
 
 Value = float | int | str | bool | None  # of a tuned key
 
+FILE = "study.yaml"
 LR = "optim.lr"
 SAME_BUDGET = 0.02  # budgets within this share are one: rounding to whole steps moves them apart
 # Keys that the study sets for each run, each with the reason.
@@ -40,14 +46,6 @@ _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass(frozen=True)
-class Tuned:
-    """The search for a key's value: by a factor around the recipe's value, or among listed values."""
-
-    factor: float | None = None
-    values: tuple[Value, ...] = ()
-
-
-@dataclass(frozen=True)
 class Study:
     """A comparison of arms. Arms and `shared` are arguments of `train`."""
 
@@ -57,7 +55,7 @@ class Study:
     arms: dict[str, tuple[str, ...]]
     shared: tuple[str, ...]
     budgets: tuple[int, ...]  # tokens, ascending
-    tune: dict[str, Tuned]  # optim.lr first
+    tune: dict[str, Any]  # optim.lr first: the factor between neighbours. Of a further key the tuple of its values
     seeds: tuple[int, ...]
     metric: str = "loss"  # or bits_per_byte
     confidence: float = 0.95
@@ -72,6 +70,11 @@ class Study:
     @property
     def runs(self) -> Path:
         return self.path / "runs"
+
+    @property
+    def listed(self) -> dict[str, tuple[Value, ...]]:
+        """The values of the further tuned keys."""
+        return {key: values for key, values in self.tune.items() if key != LR}
 
     @property
     def config_dir(self) -> str | None:
@@ -100,7 +103,7 @@ def read_study(
 ) -> Study:
     """The study of the section `config`, started by `verb` with these `arguments` and `options`. Raises ConfigError.
 
-    `composition.py` checks the values of the keys later, when it composes the arms' configurations.
+    `points.Runs` checks the values of the keys later, when it composes the arms' configurations.
     """
     groups = Files(config_dir_of(options)).options
     chosen = next((a.partition("=")[2].strip() for a in arguments if name_of(a) == "study"), "null")
@@ -118,19 +121,29 @@ def read_study(
         raise mistake(f"study.baseline={baseline}: no arm of that name{near}", f"Arms: {', '.join(arms)}")
     given = [argument for argument in arguments if not is_of_study(argument)]
     tune = _tuned(config.tune)
-    shared = merged(_row(config.shared, groups, f"in shared of study={chosen}"), given)
-    _check_decided(given, arms, tune)
-    for place, row in {"shared": shared, **{f"arm {arm}": row for arm, row in arms.items()}}.items():
+    shared = _row(config.shared, groups, f"in shared of study={chosen}")
+    for place, row in {"": given, "in shared": shared, **{f"in arm {arm}": row for arm, row in arms.items()}}.items():
         for argument in row:
             if why := _DECIDED.get(name_of(argument)):
-                raise mistake(f"{argument}: not for the runs of a study: {why}", "Leave it out", place=f"in {place}")
-    _check_numbers(config)
+                raise mistake(f"{argument}: not for the runs of a study: {why}", "Leave it out", place=place)
+    for argument in given:
+        if name_of(argument) in tune:
+            raise mistake(f"{argument}: it is tuned", "Leave it out; study.tune, in a YAML file, says how it is tuned")
+        for arm, row in arms.items():
+            if own := [said for said in row if name_of(said) == name_of(argument)]:
+                fix = "Leave it out, or write a study of your own, DIR/study/my.yaml, chosen with --config-dir DIR"
+                raise mistake(f"{argument}: arm {arm} has {own[0]}; the arms differ in it", fix)
+    for key, values, example in (("budgets", config.budgets, "[409600,819200]"), ("seeds", config.seeds, "[0,1,2]")):
+        if not values:
+            raise mistake(f"study.{key}=[]: empty, and no run is asked for", f"For example study.{key}={example}")
+        if len(set(values)) < len(values):
+            raise mistake(f"study.{key}={show(values)}: one of them is there twice", "Name each once")
     return Study(
         name=name,
         root=Path(config.root).expanduser(),
         baseline=baseline,
         arms=arms,
-        shared=shared,
+        shared=merged(shared, given),
         budgets=tuple(sorted(config.budgets)),
         tune=tune,
         seeds=tuple(config.seeds),
@@ -151,9 +164,9 @@ def _row(content: Any, groups: Mapping[str, Sequence[str]], place: str) -> tuple
     return row
 
 
-def _tuned(table: Mapping[str, Any]) -> dict[str, Tuned]:
+def _tuned(table: Mapping[str, Any]) -> dict[str, Any]:
     """`study.tune`. optim.lr comes first and is always tuned. Raises ConfigError."""
-    tuned = {LR: Tuned(factor=float(table.get(LR, 2.0)))}
+    tuned: dict[str, Any] = {LR: float(table.get(LR, 2.0))}
     keys = all_keys()
     for name, values in table.items():
         if name == LR:
@@ -165,7 +178,7 @@ def _tuned(table: Mapping[str, Any]) -> dict[str, Tuned]:
             raise mistake(f"study.tune: {name}: {why}", "Leave it out")
         if len({text_of(value) for value in values}) < len(values):
             raise mistake(f"study.tune: {name}: {show(list(values))} has a value twice", "Name each once")
-        tuned[name] = Tuned(values=tuple(values))
+        tuned[name] = tuple(values)
     return tuned
 
 
@@ -175,24 +188,38 @@ def text_of(value: Value) -> str:
     return re.sub(r"[^A-Za-z0-9.+_-]", "_", text).replace("+", "")
 
 
-def _check_decided(given: Sequence[str], arms: Mapping[str, Sequence[str]], tune: Mapping[str, Tuned]) -> None:
-    """Raises ConfigError for an argument whose key the study, its arms or its tuning set."""
-    for argument in given:
-        name = name_of(argument)
-        if why := _DECIDED.get(name):
-            raise mistake(f"{argument}: not for the runs of a study: {why}", "Leave it out")
-        if name in tune:
-            raise mistake(f"{argument}: it is tuned", "Leave it out; study.tune, in a YAML file, says how it is tuned")
-        for arm, row in arms.items():
-            if own := [said for said in row if name_of(said) == name]:
-                fix = "Leave it out, or write a study of your own, DIR/study/my.yaml, chosen with --config-dir DIR"
-                raise mistake(f"{argument}: arm {arm} has {own[0]}; the arms differ in it", fix)
+def tree_of(study: Study) -> dict[str, Any]:
+    """The content of study.yaml, with its secrets."""
+    tune = study.tune | {key: list(values) for key, values in study.listed.items()}
+    return {name: value for name, value in asdict(study).items() if name not in ("name", "root")} | {"tune": tune}
 
 
-def _check_numbers(config: StudyConfig) -> None:
-    for name, values in {"budgets": config.budgets, "seeds": config.seeds}.items():
-        if not values:
-            example = {"budgets": "[409600,819200]", "seeds": "[0,1,2]"}[name]
-            raise mistake(f"study.{name}=[]: empty, and no run is asked for", f"For example study.{name}={example}")
-        if len(set(values)) < len(values):
-            raise mistake(f"study.{name}={show(values)}: one of them is there twice", "Name each once")
+def write_study(study: Study) -> None:
+    """Writes study.yaml."""
+    study.path.mkdir(parents=True, exist_ok=True)
+    text = yaml.safe_dump(redacted(tree_of(study)), sort_keys=False, allow_unicode=True)
+    write_atomically(study.path / FILE, text.encode())
+
+
+def read_stored(directory: Path) -> Study:
+    """The study of a directory. Raises DataError if its study.yaml is missing or damaged."""
+    path = directory / FILE
+    try:
+        tree = yaml.safe_load(read_yaml_text(path))
+        return Study(
+            name=directory.name,
+            root=directory.parent,
+            baseline=str(tree["baseline"]),
+            arms={str(arm): tuple(map(str, row)) for arm, row in tree["arms"].items()},
+            shared=tuple(map(str, tree["shared"])),
+            budgets=tuple(map(int, tree["budgets"])),
+            tune={str(key): x if key == LR else tuple(x) for key, x in tree["tune"].items()},
+            seeds=tuple(map(int, tree["seeds"])),
+            metric=str(tree["metric"]),
+            confidence=float(tree["confidence"]),
+            max_points=int(tree["max_points"]),
+            options=tuple(map(str, tree["options"])),
+            command=str(tree["command"]),
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
+        raise DataError(f"{path} is missing or damaged: {' '.join(str(error).split())}. Restore it.") from None

@@ -1,16 +1,25 @@
-"""The points of a study. Each is a run; its result is read from the run's directory."""
+"""The points of a study. Each is a run: its arguments and configuration, its result, which is read from its directory,
+and whether it equals a run of another study or of the study that has begun in the same directory."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from itertools import product
 from pathlib import Path
+from typing import Any
 
-from ngpt_train.core.errors import DataError
+from ngpt_train.config.compose import load_config
+from ngpt_train.config.keys import TABLES
+from ngpt_train.config.schema import Config
+from ngpt_train.config.stored import read_yaml, redact, to_dict, what_differs
+from ngpt_train.config.validate import flatten, mistake, show
+from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json
 from ngpt_train.core.recorded import TEXT, Record, checked, read_end, read_records
-from ngpt_train.study.definition import Study, Value, text_of
+from ngpt_train.study.definition import FILE, LR, SAME_BUDGET, Study, Value, merged, read_stored, text_of, tree_of
 
 DONE, FAILED, UNFINISHED, WAITING = "done", "failed", "unfinished", "waiting"
 FAILURES = "failures"  # directory of a study with FAILURES/<run>.json for each run that crashed too often
@@ -18,6 +27,14 @@ ENDED = "done"  # the reason in exit.json after the planned end
 DIVERGED = 4  # exit code
 _OUT_OF_MEMORY = "DeviceMemoryError"
 _LONGEST = 180  # characters of a directory's name; a run's name may have 200
+_MANY_STEPS = 1_000_000_000
+_LEFT_BY_A_KILLED_START = ("lock", f".{FILE}.partial")
+# Keys that a resume may change. In a study they make another run, or another validation.
+_COUNT_TOO = (
+    *("run.init_from", "train.steps", "train.stop_at", "optim.lr", "schedule.warmup_steps"),
+    *("eval.every", "eval.rows", "eval.tokens", "eval.budget", "eval.contexts"),
+    *("data.path", "data.val_files", "tokenizer.path"),
+)
 
 
 @dataclass(frozen=True)
@@ -58,29 +75,115 @@ class Result:
         return self.state in (DONE, FAILED)
 
 
-# The signature of `tuning.next_points`.
-NextPoints = Callable[[Study, Callable[[str, int], float], Mapping[Point, Result]], list[Point]]
+class Runs:
+    """The runs of a study. The methods that compose a configuration raise ConfigError."""
 
+    def __init__(self, study: Study) -> None:
+        self.study = study
+        # Composing takes some 50 ms, and each turn of the loop asks again.
+        self.steps = cache(self._steps)
+        self.config = cache(self._config)
+        self.start = cache(self._start)
 
-def result_of(point: Point, run: Path, steps: int, metric: str) -> Result:
-    """The result of a point with `steps` steps, from its run directory `run` or the record of its crashes. Raises
-    DataError for a damaged file."""
-    if not (run / "config.yaml").is_file():
-        state = WAITING
-    else:
-        end = read_end(run)
+    def directory(self, point: Point) -> Path:
+        return self.study.runs / point.directory
+
+    def arguments(self, point: Point) -> tuple[str, ...]:
+        """The arguments of `train`, each key once."""
+        study = self.study
+        words = ",".join(f"'{word}'" for word in (point.arm, f"budget {point.budget}", f"seed {point.seed}"))
+        return merged(
+            [f"logging.wandb.group={study.name}", f"logging.wandb.tags=[{words}]"],
+            self._of_arm(point.arm),
+            [f"train.steps={self.steps(point.arm, point.budget)}"],
+            [f"{key}={show(value)}" for key, value in point.values],
+            [f"run.seed={point.seed}", f"run.root={study.runs}", f"run.name={point.directory}"],
+        )
+
+    def first_point(self, arm: str, budget: int) -> Point:
+        """The point with the recipe's learning rate, the first value of each further key, and the first seed."""
+        values = {LR: self.start(arm, budget), **{key: values[0] for key, values in self.study.listed.items()}}
+        return Point(arm, budget, tuple(sorted(values.items())), self.study.seeds[0])
+
+    def check(self) -> None:
+        """Composes the configuration of every arm at every budget, with each value of every further key."""
+        for arm in self.study.arms:
+            before = 0
+            for budget in self.study.budgets:
+                try:
+                    before = self._check(arm, budget, before)
+                except ConfigError as error:
+                    raise ConfigError(f"arm {arm}, budget {budget}: {error}") from None
+
+    def _check(self, arm: str, budget: int, before: int) -> int:
+        """The steps of a budget. before: the steps of the next smaller one."""
+        steps = self.steps(arm, budget)
+        if steps <= before * (1 + SAME_BUDGET):
+            problem = f"study.budgets: {budget} tokens are {steps} steps, the budget before {before}"
+            raise mistake(problem, f"Budgets within {SAME_BUDGET:.0%} of each other are one: name it once")
+        first = self.first_point(arm, budget)
+        self.config(first)
+        for key, value in [(key, value) for key, values in self.study.listed.items() for value in values[1:]]:
+            self.config(replace(first, values=tuple(sorted((dict(first.values) | {key: value}).items()))))
+        return steps
+
+    def _config(self, point: Point) -> Config:
+        return self._composed(self.arguments(point))
+
+    def _start(self, arm: str, budget: int) -> float:
+        """The learning rate of the arm's recipe at this budget."""
+        return float(self._composed([*self._of_arm(arm), f"train.steps={self.steps(arm, budget)}"]).optim.lr)
+
+    def _steps(self, arm: str, budget: int) -> int:
+        """Steps of `budget` tokens, rounded to whole steps."""
+        # No warmup is too long for this many steps. `config` checks it against the real number.
+        config = self._composed([*self._of_arm(arm), f"train.steps={_MANY_STEPS}"])
+        tokens = config.train.rows_per_step * config.model.context
+        steps = round(budget / tokens)
+        if steps < 1:
+            problem = f"study.budgets: {budget} tokens are less than a step of arm {arm}, which has {tokens}"
+            raise mistake(problem, f"Set study.budgets to multiples of {tokens}, or a smaller train.batch_rows")
+        return steps
+
+    def _of_arm(self, arm: str) -> tuple[str, ...]:
+        return merged(self.study.shared, self.study.arms[arm])
+
+    def _composed(self, arguments: Sequence[str]) -> Config:
+        return load_config(arguments, self.study.config_dir, world_size=1)
+
+    def result(self, point: Point, run: Path | None = None) -> Result:
+        """The result of a point, from its run directory or the record of its crashes. run: the directory of an equal
+        run. Raises DataError for a damaged file."""
+        run, steps = run or self.directory(point), self.steps(point.arm, point.budget)
+        has_begun = (run / "config.yaml").is_file()
+        end = read_end(run) if has_begun else None
         if end is not None and (failure := _failure(end)):
             return Result(point, FAILED, None, failure, run)
         if end is not None and end["reason"] == ENDED and end["step"] == steps:
-            loss = _end_loss(run, steps, metric)
+            loss = _end_loss(run, steps, self.study.metric)
             if loss is not None:
                 return Result(point, DONE, loss, "", run)
             return Result(point, FAILED, None, f"its validation loss at step {steps} is {loss}", run)
-        state = UNFINISHED
-    record = failure_record(run)
-    if record.exists():
-        return Result(point, FAILED, None, reason_of(record), run)
-    return Result(point, state, None, "", run)
+        if (record := failure_record(run)).exists():
+            return Result(point, FAILED, None, reason_of(record), run)
+        return Result(point, UNFINISHED if has_begun else WAITING, None, "", run)
+
+    def equal_run(self, point: Point) -> Path | None:
+        """A run of another study below study.root, or of another arm, which is equal to the point's; an ended one if
+        possible. None without such a run."""
+        found, config = [], self.config(point)
+        for path in sorted(self.study.root.glob(f"*/runs/*-seed{point.seed}/config.yaml")):
+            run = path.parent
+            if run.is_symlink() or run == self.directory(point):
+                continue
+            stored = _stored(path, path.stat().st_mtime_ns)
+            if stored is None or _is_clearly_another(stored, config) or differences(stored, config):
+                continue
+            result = self.result(point, run)
+            if result.state != WAITING:
+                found.append(result)
+        found.sort(key=lambda result: (result.state != DONE, not result.is_final))
+        return found[0].run if found else None
 
 
 def failure_record(run: Path) -> Path:
@@ -110,3 +213,93 @@ def _end_loss(run: Path, steps: int, metric: str) -> float | None:
     except DataError as error:
         raise DataError(f"{error} Or delete the directory of this run to have it made again.") from None
     return next((record.get(metric) for record in records["eval"] if record["step"] == steps), None)
+
+
+def differences(stored: Config, new: Config) -> list[tuple[str, Any, Any]]:
+    """The keys that make runs with these two resolved configs different: names, stored and new values.
+
+    Left out are name and place, and keys without an effect on the run and its validation: layout, checkpoints, logging.
+    """
+    old_values, new_values = (dict(flatten(redact(to_dict(config)), TABLES)) for config in (stored, new))
+    found = {name: (old, value) for name, old, value in what_differs(stored, new)}
+    found |= {name: (old_values[name], new_values[name]) for name in _COUNT_TOO if old_values[name] != new_values[name]}
+    return [(name, *values) for name, values in found.items()]
+
+
+def _is_clearly_another(stored: Config, new: Config) -> bool:
+    """True if the runs differ in the usual keys. `differences` gives the same answer, but takes milliseconds for each
+    pair of a waiting point and a run of any study."""
+    if (stored.train.steps, stored.optim.lr) != (new.train.steps, new.optim.lr):
+        return True
+    model = replace(new.model, vocab_size=stored.model.vocab_size, init_table=stored.model.init_table)
+    return stored.model != model
+
+
+@lru_cache(maxsize=4096)
+def _stored(path: Path, modified: int) -> Config | None:
+    try:
+        return read_yaml(path)
+    except DataError:
+        return None
+
+
+def check_stored(study: Study, runs: Runs) -> None:
+    """Raises ConfigError, with the differences, if the study's directory holds another study. This study may have more
+    arms, budgets, seeds and points than the stored one."""
+    if not study.path.exists():
+        return
+    if not (study.path / FILE).exists():
+        if any(entry.name not in _LEFT_BY_A_KILLED_START for entry in study.path.iterdir()):
+            raise ConfigError(
+                f"study.name={study.name}: {study.path} exists and is not the directory of a study. Choose another "
+                "study.name or study.root."
+            )
+        return
+    try:
+        stored = read_stored(study.path)
+    except DataError as error:
+        fix = "or choose another study.name: it shares the runs that stay the same."
+        raise DataError(f"{str(error).removesuffix('.')}, {fix}") from None
+    if not any(study.runs.glob("*/config.yaml")):
+        return  # the first runs could not begin, with a wrong data.path for example
+    lines = [*_changed(stored, study), *_changed_arms(stored, study, runs)]
+    if lines:
+        fix = "A study that has begun takes more arms, budgets and seeds, and a larger study.max_points. For anything "
+        fix += "else choose another study.name: it shares the runs that stay the same."
+        raise mismatch(f"study.name={study.name}: {study.path} holds another study", lines, fix)
+
+
+def _changed(stored: Study, study: Study) -> list[str]:
+    """The differences between the stored definition and this one that are not allowed."""
+    old, new = tree_of(stored), tree_of(study)
+    names = [name for name in ("baseline", "metric", "confidence", "tune") if old[name] != new[name]]
+    names += ["max_points"] if study.max_points < stored.max_points else []
+    lines = [f"study.{name}: {show(old[name])} -> {show(new[name])}" for name in names]
+    if missing := [budget for budget in stored.budgets if budget not in study.budgets]:
+        lines.append(f"study.budgets: {show(list(stored.budgets))} -> {show(list(study.budgets))}, without {missing}")
+    if study.seeds[: len(stored.seeds)] != stored.seeds:  # the first one is tuned with
+        lines.append(f"study.seeds: {show(list(stored.seeds))} -> {show(list(study.seeds))}; new ones come last")
+    if missing_arms := [arm for arm in stored.arms if arm not in study.arms]:
+        lines.append(f"study.arms: without {', '.join(missing_arms)}")
+    return lines
+
+
+def _changed_arms(stored: Study, study: Study, runs: Runs) -> list[str]:
+    """Compares the configurations of runs: arguments that change no run, such as a layout, may differ."""
+    before = Runs(replace(stored, options=study.options))
+    lines = []
+    for arm, budget in product(stored.arms, stored.budgets):
+        if arm not in study.arms or budget not in study.budgets:
+            continue
+        point = Point(arm, budget, (), study.seeds[0])
+        try:
+            found = differences(before.config(point), runs.config(point))
+        except ConfigError as error:
+            found = [("its configuration", "(cannot be composed any more)", str(error).splitlines()[0])]
+        lines += [f"arm {arm}: {name}: {show(old)} -> {show(new)}" for name, old, new in found]
+    return list(dict.fromkeys(lines))
+
+
+def mismatch(problem: str, lines: Sequence[str], fix: str) -> ConfigError:
+    """lines: `name: stored -> asked for` of each difference."""
+    return ConfigError("\n  ".join([f"{problem}; stored -> asked for:", *(f"  {line}" for line in lines), fix]))

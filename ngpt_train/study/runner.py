@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -10,31 +10,142 @@ from dataclasses import dataclass, field
 from itertools import product
 from operator import attrgetter
 from pathlib import Path
-from typing import Protocol
 
+from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import read_yaml
-from ngpt_train.config.validate import show
+from ngpt_train.config.validate import did_you_mean, mistake, nearest, show
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import DirectoryLock, write_json
-from ngpt_train.study import sharing
-from ngpt_train.study.composition import Runs
-from ngpt_train.study.definition import Study
+from ngpt_train.study.compare.comparison import check_out
+from ngpt_train.study.cost import costs, measure, table
+from ngpt_train.study.definition import Study, read_study, write_study
 from ngpt_train.study.engines import Ended, Engine, Job
-from ngpt_train.study.points import FAILURES, NextPoints, Point, Result, failure_record, result_of
-
-logger = logging.getLogger(__name__)
+from ngpt_train.study.engines.local import local_engine, usable_cores, usable_gpus
+from ngpt_train.study.engines.slurm import slurm_engine
+from ngpt_train.study.points import (
+    FAILED,
+    FAILURES,
+    Point,
+    Result,
+    Runs,
+    check_stored,
+    differences,
+    failure_record,
+    mismatch,
+)
+from ngpt_train.study.progress_lines import ProgressLines
+from ngpt_train.study.tuning import next_points
 
 LOOK_SECONDS = 0.5
 REFUSED = 2  # exit code: wrong configuration
 UNREADABLE = 3  # exit code: unreadable data, tokenizer or checkpoint
 
 
-class Watcher(Protocol):
-    """Shows the progress of a study."""
+def make(
+    verb: str,
+    config: Config,
+    overrides: Sequence[str],
+    options: Sequence[str],
+    then: Callable[[Config, Study, Mapping[Point, Result]], int],
+) -> int:
+    """Makes the runs of the study, and returns what `then` returns of them while nobody else can write to the study; 0
+    for a dry run, and where it was interrupted. verb: `study` or `transfer`. options: of its runs too, such as
+    --config-dir DIR.
 
-    def update(self, results: Mapping[Point, Result], running: Sequence[Point], waiting: Sequence[Point]) -> None: ...
+    Raises ConfigError before anything is written where the definition is wrong or in use, and DataError.
+    """
+    study = read_study(config.study, overrides, options, verb)
+    runs = Runs(study)
+    runs.check()
+    check_stored(study, runs)
+    _check_comparison(config, study)
+    configs = {arm: runs.config(runs.first_point(arm, study.budgets[0])) for arm in study.arms}
+    is_here = config.study.engine == "local"
+    for one in configs.values() if is_here else ():
+        _check_text(one)
+    lock = None if config.study.dry_run else _taken(study)
+    try:
+        engine: Engine
+        if is_here:
+            on_cpu = all(one.train.device == "cpu" for one in configs.values())
+            engine = local_engine(config.study, [] if on_cpu else usable_gpus(), usable_cores(), study.runs)
+        else:
+            engine = slurm_engine(config.study, study.path, is_used=not config.study.dry_run)
+        sizes = measure(configs, engine.threads, is_here)
+        expected = costs(study, runs, sizes)
+        print(table(study, expected, sizes, engine.jobs), flush=True)
+        if lock is None:
+            return 0
+        write_study(study)
+        from ngpt_train.training.hooks.stopping import StopRequest
 
-    def say(self, line: str) -> None: ...
+        stop = StopRequest(max_hours=None)
+        with stop, ProgressLines(study, expected, engine.jobs) as progress:
+            runner = Runner(study, runs, engine, progress, config.study.retries, lambda: stop.reason is not None)
+            complete = runner.complete()
+        if not complete:
+            others = "have saved" if is_here else "stay in the queue"
+            print(
+                f"interrupted: {len(runner.results)} runs have ended, the others {others}; the same command goes on",
+                flush=True,
+            )
+            return 0
+        return then(config, study, runner.results)
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def ended(study: Study, results: Mapping[Point, Result]) -> tuple[list[Result], int]:
+    """Says which runs have failed; these, and the exit code: 1 where one has crashed too often."""
+    failed = [result for result in results.values() if result.state == FAILED]
+    for result in failed:
+        print(f"failed: {result.point.directory}: {result.reason}")
+    print(f"{len(results) - len(failed)} of {len(results)} runs in {study.runs} have ended well", flush=True)
+    return failed, 1 if any(failure_record(result.run).exists() for result in failed) else 0
+
+
+def _check_comparison(config: Config, study: Study) -> None:
+    """Raises ConfigError for what the comparison at the study's end, hours later, would refuse."""
+    compare = config.compare
+    if compare.out is not None:
+        check_out(Path(compare.out).expanduser())
+    if compare.baseline is None or compare.arms is not None:
+        return
+    if compare.baseline not in study.arms and not (study.runs / Path(compare.baseline).name).exists():
+        near = did_you_mean(nearest(compare.baseline, study.arms))
+        raise mistake(
+            f"compare.baseline={compare.baseline}: no arm of that name{near}", f"Arms: {', '.join(study.arms)}"
+        )
+
+
+def _check_text(config: Config) -> None:
+    """Raises DataError if the files of data=local are not on this machine."""
+    from ngpt_train.data.sources.local_files import list_files  # slow to import, and mistakes are reported at once
+
+    for name, path in (("data.path", config.data.path), ("data.val_files", config.data.val_files)):
+        if config.data.kind == "local" and path is not None:
+            list_files(path, name)
+
+
+def _taken(study: Study) -> DirectoryLock:
+    """The lock of the study's directory, which this process has now. Raises ConfigError where another has it."""
+    lock = DirectoryLock(study.path)
+    try:
+        study.path.mkdir(parents=True, exist_ok=True)
+        lock.create()
+        lock.take()
+    except BlockingIOError:
+        raise ConfigError(
+            f"study.name={study.name}: {lock.holder()} is running the study in {study.path}. Wait for it, stop it, or "
+            "choose another study.name."
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"study.root={study.root}: {study.path} cannot be written or locked ({error.strerror}). Choose another "
+            "study.root."
+        ) from None
+    return lock
 
 
 @dataclass
@@ -44,8 +155,7 @@ class Runner:
     study: Study
     runs: Runs
     engine: Engine
-    watcher: Watcher
-    next_points: NextPoints
+    progress: ProgressLines
     retries: int
     is_stopping: Callable[[], bool] = lambda: False
     results: dict[Point, Result] = field(default_factory=dict)  # final ones
@@ -64,13 +174,13 @@ class Runner:
         for record in sorted((self.study.path / FAILURES).glob("*.json")):
             record.unlink()  # crashed runs are tried again
         for point in self._made():  # also points that a grown study does not ask for any more
-            result = result_of(point, self.runs.directory(point), self._steps(point), self.study.metric)
-            if result.is_final:
-                self.results[point] = result
+            self._take_over(point)
         try:
             return self._loop()
         except BaseException:
-            self._end_all()
+            self.engine.stop()
+            while self.engine.running():
+                self.engine.ended(LOOK_SECONDS)
             raise
 
     def _made(self) -> list[Point]:
@@ -84,7 +194,7 @@ class Runner:
                 stored = read_yaml(path)
                 values = tuple(sorted((key, attrgetter(key)(stored)) for key in self.study.tune))
                 point = Point(arm, budget, values, stored.run.seed)
-                if point.directory == name and not sharing.differences(stored, self.runs.config(point)):
+                if point.directory == name and not differences(stored, self.runs.config(point)):
                     points.append(point)
         return points
 
@@ -97,9 +207,8 @@ class Runner:
             else:
                 self._start(wanted)
             held = {job.point for job in self.engine.running()}
-            self.watcher.update(
-                self.results, sorted(held, key=wanted_order(wanted)), [p for p in wanted if p not in held]
-            )
+            running = sorted(held, key=lambda point: wanted.index(point) if point in wanted else len(wanted))
+            self.progress.update(self.results, running, [point for point in wanted if point not in held])
             if not held and (stopping or not wanted):
                 return not wanted
             ended = self.engine.ended(LOOK_SECONDS)
@@ -114,7 +223,7 @@ class Runner:
         self._look([point for point in self._points if point in self._awaited])
         while self._known != len(self.results):
             self._known = len(self.results)
-            points = self.next_points(self.study, self.runs.start, self.results)
+            points = next_points(self.study, self.runs.start, self.results)
             self._points = sorted(points, key=lambda point: point.budget)
             held = {job.point for job in self.engine.running()}
             self._look([point for point in self._points if point not in held])
@@ -125,13 +234,17 @@ class Runner:
         for point in points:
             run = self.runs.directory(point)
             self._share(point, run)
-            check_whole(run)
+            _check_whole(run)
             if point not in self._checked and (run / "config.yaml").exists():
                 self._check(point, run)
                 self._checked.add(point)
-            result = result_of(point, run, self._steps(point), self.study.metric)
-            if result.is_final:
-                self.results[point] = result
+            self._take_over(point)
+
+    def _take_over(self, point: Point) -> Result:
+        result = self.runs.result(point)
+        if result.is_final:
+            self.results[point] = result
+        return result
 
     def _share(self, point: Point, run: Path) -> bool:
         """Makes the run a link to an equal run of another study, unless this study has begun it. True if it did."""
@@ -139,19 +252,23 @@ class Runner:
             run.unlink()  # the other study is gone
         if (run / "config.yaml").exists() or self._attempts[point]:
             return False
-        other = sharing.find_run(self.study, point, self.runs.config(point), self._steps(point))
-        if other is None or not sharing.link(run, other.run):
+        other = self.runs.equal_run(point)
+        if other is None:
             return False
-        self.watcher.say(f"{point.directory}: shares the run {other.run}")
+        run.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            run.symlink_to(os.path.relpath(other.resolve(), run.parent.resolve()))
+        except FileExistsError:
+            return False
+        self.progress.say(f"{point.directory}: shares the run {other}")
         return True
 
     def _check(self, point: Point, run: Path) -> None:
-        found = sharing.differences(read_yaml(run / "config.yaml"), self.runs.config(point))
+        found = differences(read_yaml(run / "config.yaml"), self.runs.config(point))
         if found:
             lines = [f"{name}: {show(old)} -> {show(new)}" for name, old, new in found]
             fix = "Choose another study.name, or delete this directory to have the run made again."
-            problem = f"study.name={self.study.name}: {run} is another run than the study's; stored -> asked for:"
-            raise ConfigError("\n  ".join([problem, *(f"  {line}" for line in lines), fix]))
+            raise mismatch(f"study.name={self.study.name}: {run} is another run than the study's", lines, fix)
 
     def _start(self, wanted: Sequence[Point]) -> None:
         held = {job.point for job in self.engine.running()}
@@ -165,7 +282,7 @@ class Runner:
                 self._awaited.add(point)
             elif (lock := DirectoryLock(run)).is_taken():
                 if point not in self._awaited:
-                    self.watcher.say(f"{point.directory}: {lock.holder()} is training it; waiting for it")
+                    self.progress.say(f"{point.directory}: {lock.holder()} is training it; waiting for it")
                 self._awaited.add(point)
             else:
                 self._awaited.discard(point)
@@ -175,15 +292,14 @@ class Runner:
     def _judge(self, ended: Ended) -> None:
         """After the end of a job: takes its result, starts it again, or records a failure."""
         point, run = ended.job.point, ended.job.run
-        result = result_of(point, run, self._steps(point), self.study.metric)
+        result = self._take_over(point)
         if result.is_final:
-            self.results[point] = result
             said = f"{self.study.metric} {result.loss:.4f}" if result.loss is not None else f"failed: {result.reason}"
-            self.watcher.say(f"{point.directory}: {said}")
+            self.progress.say(f"{point.directory}: {said}")
             return
         if self.is_stopping():
             return
-        check_whole(run)
+        _check_whole(run)
         how = ended.how or f"ended with code {ended.code}"
         if ended.code == REFUSED and DirectoryLock(run).is_taken():  # another study resumed it first
             self._awaited.add(point)
@@ -194,35 +310,21 @@ class Runner:
             raise DataError(f"run {point.directory} cannot begin: {how.removeprefix('error: ')}")
         self._attempts[point] += 1
         if self._attempts[point] <= self.retries:
-            self.watcher.say(f"{point.directory}: {how}; it is started again")
+            self.progress.say(f"{point.directory}: {how}; it is started again")
             return
         reason = f"{how} ({self._attempts[point]} attempts)"
-        self.watcher.say(f"{point.directory}: failed: {reason}")  # first: a full disk has no room for the record
+        self.progress.say(f"{point.directory}: failed: {reason}")  # first: a full disk has no room for the record
         record = failure_record(run)
         record.parent.mkdir(exist_ok=True)
         facts = {"arm": point.arm, "budget": point.budget, "seed": point.seed, "values": dict(point.values)}
         write_json(record, facts | {"reason": reason, "code": ended.code, "attempts": self._attempts[point]})
-        self.results[point] = result_of(point, run, self._steps(point), self.study.metric)
-
-    def _steps(self, point: Point) -> int:
-        return self.runs.steps(point.arm, point.budget)
-
-    def _end_all(self) -> None:
-        self.engine.stop()
-        while self.engine.running():
-            self.engine.ended(LOOK_SECONDS)
+        self._take_over(point)
 
 
-def check_whole(run: Path) -> None:
+def _check_whole(run: Path) -> None:
     """Raises DataError if a run directory was deleted during its training, which then wrote into it again."""
     if not (run / "config.yaml").exists() and any((run / name).exists() for name in ("checkpoints", "exit.json")):
         raise DataError(
             f"{run} has lost its config.yaml, as if it had been deleted while the run trained. Delete this directory, "
             "and the same command makes the run again."
         )
-
-
-def wanted_order(wanted: Sequence[Point]) -> Callable[[Point], int]:
-    """The place of a point among the wanted ones."""
-    places = {point: place for place, point in enumerate(wanted)}
-    return lambda point: places.get(point, len(places))

@@ -13,8 +13,8 @@ from ngpt_train.config.keys import AUTO
 from ngpt_train.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:  # a step needs torch alone; reading data needs numpy
-    from ngpt_train.data.loader import TrainLoader
-    from ngpt_train.data.position import Position
+    from ngpt_train.config.schema import Config
+    from ngpt_train.data.loader import Position, TrainLoader
     from ngpt_train.data.rows import Batch
     from ngpt_train.models.decoder import Decoder
 
@@ -24,11 +24,12 @@ if TYPE_CHECKING:  # a step needs torch alone; reading data needs numpy
 AUTO_MICRO_TOKENS = 16_384
 
 
-def resolve_micro_rows(batch_rows: int, micro_rows: int | str, context: int, world_size: int) -> int:
-    """The number of rows in a micro batch: one forward pass of one rank.
+def resolve_micro_rows(config: Config, world_size: int) -> int:
+    """`train.micro_rows` with auto resolved: the number of rows in one forward pass of one rank.
 
     Raises ConfigError if batch_rows is not a whole number of micro batches on every rank.
     """
+    batch_rows, micro_rows = config.train.rows_per_step, config.train.micro_rows
     if batch_rows % world_size:
         below = batch_rows // world_size * world_size
         near = " or ".join(str(rows) for rows in (below, below + world_size) if rows)
@@ -39,7 +40,7 @@ def resolve_micro_rows(batch_rows: int, micro_rows: int | str, context: int, wor
     rank_rows = batch_rows // world_size
     possible = divisors(rank_rows)
     if micro_rows == AUTO:
-        return max([rows for rows in possible if rows * context <= AUTO_MICRO_TOKENS], default=1)
+        return max([rows for rows in possible if rows * config.model.context <= AUTO_MICRO_TOKENS], default=1)
     if micro_rows not in possible:
         raise ConfigError(
             f"train.micro_rows={micro_rows}: a rank has {rank_rows} rows per step "

@@ -3,22 +3,36 @@
 config.yaml  run.json  metrics.jsonl  evals/  curves.png  checkpoints/  logs/  exit.json  lock
 """
 
+from __future__ import annotations
+
 import contextlib
 import logging
 import os
+import platform
 import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+import ngpt_train
 from ngpt_train.config.schema import Config
-from ngpt_train.config.stored import check_resume, read_yaml, what_differs, write_yaml
+from ngpt_train.config.stored import check_resume, differing_weights, read_yaml, what_differs, write_yaml
+from ngpt_train.core.checkout import git_commit
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.core.files import DirectoryLock, check_kinds, read_json, remove, write_json
+from ngpt_train.core.files import DirectoryLock, check_kinds, read_json, remove, text_of, write_json
 from ngpt_train.core.launcher import is_same_job, nameless_on_many_hosts, this_job
 from ngpt_train.core.log import say_once
 from ngpt_train.data.dataset import Dataset
-from ngpt_train.training.checkpoint.catalogue import VALIDATION, candidates, list_checkpoints, step_of
+from ngpt_train.distributed.layouts import resolve_kind
+from ngpt_train.models.weights import standard_deviations
+from ngpt_train.training.checkpoint.catalogue import VALIDATION, candidates, find_checkpoint, list_checkpoints, step_of
+from ngpt_train.training.state import TrainState
+
+if TYPE_CHECKING:
+    from ngpt_train.data.dataset import Dataset  # imports numpy
 
 logger = logging.getLogger(__name__)
 
@@ -329,3 +343,52 @@ def _no_checkpoint(config: Config, checkpoints: Path) -> Path | None:
             "Check run.name and run.root, or use run.resume=auto to start anew."
         )
     return None
+
+
+def describe_start(state: TrainState, data: Dataset) -> dict[str, Any]:
+    """The entry of run.json for one start of a run."""
+    device = state.world.device
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "step": state.step,
+        **origin(device),
+        "threads": torch.get_num_threads(),
+        "world_size": state.world.size,
+        "parallel": resolve_kind(state.config.parallel.kind, state.world.size, device.type, state.world.local_size),
+        "n_params": state.model.n_params(),
+        "init": standard_deviations(state.model),
+        "data_fingerprint": data.fingerprint,
+        "tokenizer": data.tokenizer.name,
+        "tokenizer_fingerprint": data.tokenizer.fingerprint,
+    }
+
+
+def origin(device: torch.device) -> dict[str, Any]:
+    """The code, the versions and the machine. `cpu` names the processor and its instructions in use by torch, because
+    sums on another processor are rounded otherwise."""
+    lines = text_of(Path("/proc/cpuinfo")).splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    name = next(names, platform.processor() or platform.machine())
+    return {
+        "git_commit": git_commit(),
+        "versions": {
+            "ngpt_train": ngpt_train.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "cpu": f"{name}, {torch.backends.cpu.get_cpu_capability()}",
+    }
+
+
+def initial_checkpoint(config: Config) -> Path | None:
+    """The checkpoint of run.init_from, if that is set. Raises DataError unless it has the config's model."""
+    if config.run.init_from is None:
+        return None
+    checkpoint = find_checkpoint("run.init_from", config.run.init_from)
+    stored = read_yaml(checkpoint / "config.yaml").model
+    if differing := differing_weights(stored, config.model):
+        raise DataError(
+            f"run.init_from={config.run.init_from}: the weights are of another model.\n  " + "\n  ".join(differing)
+        )
+    return checkpoint

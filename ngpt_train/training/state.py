@@ -1,7 +1,8 @@
-"""The training state: model, optimizer and counters, which a training step changes."""
+"""The training state: model, optimizer, counters and sums, which a training step changes."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,16 +15,71 @@ from ngpt_train.distributed.layouts import parallelize
 from ngpt_train.distributed.world import join_world
 from ngpt_train.optim.loss_scale import LossScale
 from ngpt_train.optim.moving_average import MovingAverage
-from ngpt_train.optim.optimizer import build_optimizer, lr_factors
-from ngpt_train.optim.storage import round_to_bf16_
+from ngpt_train.optim.optimizer import build_optimizer, lr_factors, round_to_bf16_
 from ngpt_train.training.feed import resolve_micro_rows
 from ngpt_train.training.guards import Guards, explain_out_of_memory
-from ngpt_train.training.interval import Interval
 
 if TYPE_CHECKING:
     from ngpt_train.config.schema import Config
     from ngpt_train.distributed.world import World
     from ngpt_train.models.decoder import Decoder
+    from ngpt_train.training.step import StepResult
+
+
+class Interval:
+    """Sums since the last train record: the loss, targets, steps, skipped steps and clipped steps. They are on the
+    device, so that no step waits for them.
+
+    clip_norm: gradients with a larger norm are clipped; None: no gradient is clipped. A checkpoint holds the sums, so
+    that the first record after a resume is the same as without the interruption.
+    """
+
+    def __init__(self, device: torch.device, clip_norm: float | None) -> None:
+        self._clip_norm = clip_norm
+        counts = ("n_targets", "n_skipped", "n_clipped")
+        self._sums = {
+            "loss_sum": torch.zeros((), dtype=torch.float64, device=device),  # nats
+            **{name: torch.zeros((), dtype=torch.int64, device=device) for name in counts},
+        }
+        self._n_steps = 0
+
+    def add(self, result: StepResult) -> None:
+        """Adds a step. A skipped step, whose loss may be NaN, adds to the skipped steps alone."""
+        self._sums["loss_sum"] += result.loss_sum.masked_fill(result.skipped, 0.0)
+        self._sums["n_targets"] += result.n_tokens.masked_fill(result.skipped, 0)
+        self._sums["n_skipped"] += result.skipped
+        self._n_steps += 1
+        if self._clip_norm is not None:
+            self._sums["n_clipped"] += (result.grad_norm > self._clip_norm) & ~result.skipped
+
+    def read(self) -> dict[str, float | None]:
+        """The fields of a train record. Waits for the device.
+
+        loss_mean: mean cross-entropy in nats over all targets, without skipped steps; NaN if there are no targets.
+        Every target has the same weight, as in the loss of a step. clipped: clipped steps / steps; None without
+        clipping. Skipped steps do not count as clipped.
+        """
+        sums = {name: value.item() for name, value in self._sums.items()}
+        counts = self._clip_norm is not None and self._n_steps
+        return {
+            "loss_mean": sums["loss_sum"] / sums["n_targets"] if sums["n_targets"] else math.nan,
+            "skipped": int(sums["n_skipped"]),
+            "clipped": sums["n_clipped"] / self._n_steps if counts else None,
+        }
+
+    def reset(self) -> None:
+        self.load_state_dict({})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums as exact numbers for JSON."""
+        return {**{name: value.item() for name, value in self._sums.items()}, "n_steps": self._n_steps}
+
+    def load_state_dict(self, stored: Mapping[str, Any]) -> None:
+        """stored: from `state_dict`. Earlier versions did not count clipped steps and steps: then the share covers the
+        steps since the resume."""
+        for name, value in self._sums.items():
+            value.fill_(stored.get(name, 0))
+        self._n_steps = stored.get("n_steps", 0)
 
 
 @dataclass
@@ -78,10 +134,7 @@ def check_kernels(config: Config, world: World, stored: Mapping[str, Any] | None
     stored: the run's last check in run.json; its choices by speed stay. Returns {"kernels": ...} for the entry of this
     start in run.json; empty without a GPU. Raises ConfigError where a kernel must not run but the config names it.
     """
-    micro_rows = resolve_micro_rows(
-        config.train.rows_per_step, config.train.micro_rows, config.model.context, world.size
-    )
-    contact = first_contact(config, world, micro_rows, stored)
+    contact = first_contact(config, world, resolve_micro_rows(config, world.size), stored)
     return {} if contact is None else {"kernels": contact.json()}
 
 
@@ -91,9 +144,7 @@ def build_state(config: Config, world: World | None = None) -> TrainState:
     Raises ConfigError if the config does not fit the number of ranks or the devices, or if vocab_size is still `auto`.
     """
     world = world or join_world(config)
-    micro_rows = resolve_micro_rows(
-        config.train.rows_per_step, config.train.micro_rows, config.model.context, world.size
-    )
+    micro_rows = resolve_micro_rows(config, world.size)
     with explain_out_of_memory(micro_rows):
         model, forward = parallelize(config, world, micro_rows)
     groups = model.parameter_groups()

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from ngpt_train.core.constants import IGNORED
-from ngpt_train.distributed.cuda_graphs import hold_gradients
-from ngpt_train.distributed.gradients import accumulating, average_vectors_, gradient_norm
+from ngpt_train.distributed.compilation import hold_gradients
+from ngpt_train.distributed.layouts import accumulating, average_vectors_, gradient_norm
 from ngpt_train.kernels.dropout import row_seeds
+from ngpt_train.optim.optimizer import round_to_bf16_
 from ngpt_train.optim.row_adam import RowAdam
 from ngpt_train.optim.schedule import lr_at
-from ngpt_train.optim.storage import round_to_bf16_
 from ngpt_train.training.feed import to_device
 
 if TYPE_CHECKING:
@@ -197,4 +197,4 @@ def apply_gradients(state: TrainState, grad_norm: Tensor, skipped: Tensor, lr: f
     for group, factor in zip(optimizer.param_groups, state.lr_factors, strict=True):
         group["lr"] = lr * factor
     optimizer.step()
-    optimizer.zero_grad(set_to_none=not state.config.train.cuda_graphs)  # see distributed/cuda_graphs.py
+    optimizer.zero_grad(set_to_none=not state.config.train.cuda_graphs)  # see distributed/compilation.py

@@ -10,9 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ngpt_train.analysis.analysis_files import as_json, write_json, write_page, write_parquet, write_pictures
 from ngpt_train.analysis.measures.of_run import OfRun
-from ngpt_train.analysis.output.analysis_numbers import as_json, write_json, write_parquet
-from ngpt_train.analysis.output.measured_page import write_page, write_pictures
 from ngpt_train.analysis.paper_figures import FIGURES, Measured, chosen, measure
 from ngpt_train.analysis.run_contents import gathered, live_run, names_of
 from ngpt_train.config.places import make_directory
@@ -21,8 +20,8 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.secrets import command_of, redacted
 from ngpt_train.data import open_dataset
 from ngpt_train.distributed.world import World, join_world
-from ngpt_train.evaluation.evaluations import Evaluations
 from ngpt_train.evaluation.restore import Restored, Trained, check_overrides, named, restore
+from ngpt_train.evaluation.validation import Evaluations
 from ngpt_train.training.checkpoint.catalogue import step_of
 from ngpt_train.verbs.evaluate import combine
 

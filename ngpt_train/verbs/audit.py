@@ -1,33 +1,29 @@
-"""`audit RUN`: trains parts of a run again and says whether its records are what its config, code and data give."""
+"""`audit RUN`: trains parts of a run again and says whether its records follow from its config, code and data."""
 
 from __future__ import annotations
 
 import os
-import platform
 import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-import ngpt_train
 from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import read_yaml
 from ngpt_train.config.validate import mistake
-from ngpt_train.core.checkout import git_commit
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import DirectoryLock, check_kinds, write_json
 from ngpt_train.distributed.world import resolve_device
 from ngpt_train.evaluation.trust import taken
 from ngpt_train.study.audit.auditing import audit
 from ngpt_train.study.audit.certificate import CERTIFICATE
-from ngpt_train.study.engines.local import launcher
+from ngpt_train.study.engines.child import launcher
 from ngpt_train.training.guards import NumericalError
-from ngpt_train.training.provenance import processor
+from ngpt_train.training.run_directory import origin
 
 FOUND = 3  # the exit code of a run whose records are not what training again gives: its data cannot be relied on
 
@@ -35,11 +31,12 @@ FOUND = 3  # the exit code of a run whose records are not what training again gi
 def main(config: Config, overrides: Sequence[str]) -> int:
     """Returns 0 where all that was trained again is equal, 3 where something was found. Writes the certificate.
 
-    What the run's config may not decide here is that of `config`. Raises ConfigError where there is no run to audit, or
+    `config` decides what the run's config may not decide here. Raises ConfigError where there is no run to audit, or
     no place for the certificate, DataError where the run's files cannot be read, or name a text that is not known to be
     ours.
     """
-    signal.signal(signal.SIGTERM, _end)  # so that what is trained again ends too
+    # So that the training of a window ends too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     path, out = _run_directory(config.audit.run), config.audit.out
     target = Path(out).expanduser() if out is not None else path / CERTIFICATE
     if out is None and not os.access(path, os.W_OK):
@@ -48,17 +45,15 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         check_kinds([target], directories=())
     of_run = partial(taken, own=config, overrides=overrides, opens=("run", "data", "tokenizer"))
     certificate = audit(
-        path, config.audit, lambda ranks: [*launcher(ranks), "ngpt_train.verbs.audit"], _here(path), of_run, _say
+        path, config.audit, lambda ranks: [*launcher(ranks), "ngpt_train.verbs.audit"], _here(path), of_run
     )
     write_json(target, certificate)
-    for line in _summary(certificate):
-        _say(line)
-    _say(f"certificate: {target}")
+    print("\n".join([*_summary(certificate), f"certificate: {target}"]), flush=True)
     return 0 if certificate["equal"] else FOUND
 
 
 def _run_directory(run: str | None) -> Path:
-    """The directory of audit.run. Raises ConfigError unless it is that of a run which nobody trains."""
+    """The directory of audit.run. Raises ConfigError unless it has a run that nobody trains."""
     assert run is not None  # check_verb refuses null
     path = Path(run).expanduser()
     if missing := [name for name in ("config.yaml", "run.json", "metrics.jsonl") if not (path / name).is_file()]:
@@ -76,18 +71,7 @@ def _here(path: Path) -> dict[str, Any]:
         device = resolve_device(config.train.device, 0)
     except ConfigError:  # it was trained on a GPU, and there is none: then the training says so
         device = torch.device("cpu")
-    on_gpu = device.type == "cuda"
-    return {
-        "git_commit": git_commit(),
-        "versions": {
-            "ngpt_train": ngpt_train.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or "cpu",
-        "cpu": processor(),
-        "repeats_bits": config.train.deterministic or not on_gpu,
-    }
+    return {**origin(device), "repeats_bits": config.train.deterministic or device.type != "cuda"}
 
 
 def _summary(certificate: dict[str, Any]) -> list[str]:
@@ -102,14 +86,6 @@ def _summary(certificate: dict[str, Any]) -> list[str]:
         lines.append(f"{things} not as the records say{'; the first:' if len(found) > 10 else ':'}")
         lines += [f"  {finding['says']}" for finding in found[:10]]
     return lines
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    sys.exit(128 + number)
 
 
 def _train_again(path: str) -> int:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
+from ngpt_train.config.places import check_free
 from ngpt_train.config.schema import Config
 from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.restore import find_trained, restore
 from ngpt_train.interop.exporting import export
-from ngpt_train.interop.layouts.layout import chosen_layout
-from ngpt_train.interop.new_directory import check_free
+from ngpt_train.interop.layouts import chosen_layout
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:

@@ -4,10 +4,9 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from ngpt_train.config.places import check_free
 from ngpt_train.config.schema import Config
-from ngpt_train.interop.foreign_model import read_model
-from ngpt_train.interop.imported_run import write_run
-from ngpt_train.interop.new_directory import check_free
+from ngpt_train.interop.importing import read_model, write_run
 
 logger = logging.getLogger(__name__)
 

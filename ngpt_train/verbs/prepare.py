@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ngpt_train.config.schema import Config
 from ngpt_train.data.dataset import Dataset
-from ngpt_train.data.prepared.build import prepare_dataset
+from ngpt_train.data.prepared_text import prepare_dataset
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:

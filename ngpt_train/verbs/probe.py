@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ngpt_train.analysis.probe import classes
-from ngpt_train.analysis.probe.probe_losses import report
-from ngpt_train.analysis.probe.probe_page import class_rows, sign, write_page
-from ngpt_train.analysis.probe.token_texts import pieces_of
+from ngpt_train.analysis import token_classes
+from ngpt_train.analysis.probe_losses import report
+from ngpt_train.analysis.probe_page import class_rows, sign, write_page
 from ngpt_train.analysis.run_contents import names_of
+from ngpt_train.analysis.token_classes import pieces_of
 from ngpt_train.config.places import make_directory
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.data import mixture_of
@@ -25,11 +25,9 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_atomically
 from ngpt_train.core.secrets import command_of, redacted
 from ngpt_train.data import open_dataset
-from ngpt_train.data.dataset import Dataset
-from ngpt_train.data.rows import rows_of
-from ngpt_train.data.token_sequence import Tokens
+from ngpt_train.data.dataset import Dataset, Tokens
+from ngpt_train.data.rows import chosen_rows, rows_of
 from ngpt_train.data.tokenizers.tokenizer import tokenizer_identity
-from ngpt_train.data.validation_rows import chosen_rows
 from ngpt_train.distributed.world import World, join_world
 from ngpt_train.evaluation.restore import Restored, check_overrides, named, restore
 from ngpt_train.evaluation.validation import Validation, target_counts
@@ -64,7 +62,11 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         _check_same(names, first, second)
         there, all_losses[names[1]] = _measured(dataset, replace(combined, model=second.config.model), second, world)
         if there.rows_hash != validation.rows_hash:
-            raise DataError(f"probe: {names[1]} does not take the same rows as {names[0]}: {_forms(first, second)}")
+            a, b = first.config.model, second.config.model
+            forms = f"one is {a.name} with {a.context} tokens, the other {b.name} with {b.context}"
+            raise DataError(
+                f"probe: {names[1]} does not take the same rows as {names[0]}: {forms}. Probe them one by one"
+            )
         models.append(_said(names[1], second))
     tokens, targets, *_ = (part.numpy() for part in validation.batch)
     pieces = pieces_of(dataset.tokenizer)
@@ -118,11 +120,6 @@ def _check_same(names: Sequence[str], first: Restored, second: Restored) -> None
         )
 
 
-def _forms(first: Restored, second: Restored) -> str:
-    a, b = first.config.model, second.config.model
-    return f"one is {a.name} with {a.context} tokens, the other {b.name} with {b.context}. Probe them one by one"
-
-
 def _said(name: str, restored: Restored) -> dict[str, Any]:
     return {
         "name": name,
@@ -135,7 +132,7 @@ def _said(name: str, restored: Restored) -> dict[str, Any]:
 
 def _classes(
     dataset: Dataset, config: Config, validation: Validation, numbers: NDArray[np.int64], pieces: list[str]
-) -> list[classes.Classes]:
+) -> list[token_classes.Classes]:
     tokens, targets, *_ = (part.numpy() for part in validation.batch)
     vocab_size = int(config.model.vocab_size)
     # Streamed text is not there to be counted, nor is a mixture's training text in one place.
@@ -144,13 +141,13 @@ def _classes(
     text = dataset.train if isinstance(dataset.train, Tokens) else dataset.validation
     counts = target_counts(rows_of(text, config), vocab_size)
     found = [
-        classes.of_frequency(targets, counts, counted),
-        classes.of_position(targets),
-        classes.of_type(tokens, targets, pieces, dataset.tokenizer.eos),
+        token_classes.of_frequency(targets, counts, counted),
+        token_classes.of_position(targets),
+        token_classes.of_type(tokens, targets, pieces, dataset.tokenizer.eos),
     ]
     if config.data.kind == "mixture":
         names = [source.name for source in mixture_of(config.data)]
-        found.append(classes.of_source(dataset.validation, names, config, numbers))
+        found.append(token_classes.of_source(dataset.validation, names, config, numbers))
     return found
 
 

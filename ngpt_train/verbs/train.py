@@ -17,31 +17,27 @@ from ngpt_train.core.errors import DataError, is_told_here, same_on_host
 from ngpt_train.core.files import read_json
 from ngpt_train.core.launcher import end_with_launcher
 from ngpt_train.core.recorded import Sink
-from ngpt_train.data import open_dataset
+from ngpt_train.data import TrainLoader, open_dataset, reader_of
 from ngpt_train.data.dataset import Dataset
-from ngpt_train.data.loader import TrainLoader, reader_of
 from ngpt_train.data.tokenizers import read_tokenizer
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.distributed.layouts import PRECISIONS, resolve_precision
 from ngpt_train.distributed.world import World, join_world, resolve_device
-from ngpt_train.evaluation.evaluations import Evaluations
 from ngpt_train.evaluation.in_training import tasks_of
 from ngpt_train.evaluation.trust import note_names
+from ngpt_train.evaluation.validation import Evaluations
 from ngpt_train.observe import build_sinks
 from ngpt_train.observe.telemetry.collector import Telemetry
-from ngpt_train.optim.storage import round_to_bf16_
-from ngpt_train.report.curves import plot_run
+from ngpt_train.optim.optimizer import round_to_bf16_
+from ngpt_train.report.ended_runs import plot_run
 from ngpt_train.report.enough_memory import check_state_fits
-from ngpt_train.training.checkpoint.catalogue import step_of
-from ngpt_train.training.checkpoint.integrity import newest_undamaged, newest_with_config
+from ngpt_train.training.checkpoint.catalogue import newest_undamaged, newest_with_config, step_of
 from ngpt_train.training.checkpoint.load import load_model, load_state
 from ngpt_train.training.feed import Feed
-from ngpt_train.training.hooks.hook import TrainingRun
-from ngpt_train.training.hooks.rollback import GoBack, describe, go_back
-from ngpt_train.training.loop import train
-from ngpt_train.training.provenance import describe_start, initial_checkpoint
-from ngpt_train.training.run_directory import DONE, RunDirectory
-from ngpt_train.training.signals import Patience, StopRequest
+from ngpt_train.training.hooks.bad_steps import GoBack, describe, go_back
+from ngpt_train.training.hooks.stopping import Patience, StopRequest
+from ngpt_train.training.loop import TrainingRun, train
+from ngpt_train.training.run_directory import DONE, RunDirectory, describe_start, initial_checkpoint
 from ngpt_train.training.state import TrainState, build_state, check_kernels
 from ngpt_train.verbs.train_hooks import add_hooks
 from ngpt_train.verbs.train_notes import stopped_before_the_end

@@ -14,21 +14,19 @@ from ngpt_train.core.files import write_json
 from ngpt_train.data.dataset import Dataset
 from ngpt_train.data.epochs import epoch_rows, many_epochs
 from ngpt_train.data.tokenizers import write_tokenizer
-from ngpt_train.evaluation.evaluations import Evaluations
 from ngpt_train.evaluation.in_training import TaskScores, Validations, sampling_of
-from ngpt_train.observe.meters import Meter
+from ngpt_train.evaluation.validation import Evaluations
+from ngpt_train.observe.meters import Meter, Profiler
 from ngpt_train.observe.telemetry.collector import ObservedSteps, Telemetry
 from ngpt_train.observe.train_records import TrainRecords
 from ngpt_train.training.checkpoint.catalogue import step_of
 from ngpt_train.training.checkpoint.save import Checkpoints
-from ngpt_train.training.hooks.hook import Hook, TrainingRun
-from ngpt_train.training.hooks.profiler import Profiler
+from ngpt_train.training.hooks.bad_steps import Rollback, SkippedSteps, go_back_every
 from ngpt_train.training.hooks.replicas import Replicas
-from ngpt_train.training.hooks.rollback import Rollback, go_back_every
 from ngpt_train.training.hooks.saving import SaveCheckpoints
-from ngpt_train.training.hooks.skipped_steps import SkippedSteps
 from ngpt_train.training.hooks.stopping import StopTogether
 from ngpt_train.training.hooks.watchdog import Watchdog
+from ngpt_train.training.loop import Hook, TrainingRun
 from ngpt_train.training.run_directory import RunDirectory
 from ngpt_train.training.state import TrainState
 from ngpt_train.verbs.train_notes import Notes

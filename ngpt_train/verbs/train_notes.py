@@ -6,15 +6,13 @@ from typing import Any
 import torch
 
 from ngpt_train.config.schema import Config
-from ngpt_train.data.dataset import Dataset
+from ngpt_train.data.dataset import Dataset, Tokens
 from ngpt_train.data.rows import rows_of
-from ngpt_train.data.token_sequence import Tokens
-from ngpt_train.evaluation.evaluations import Evaluations
 from ngpt_train.evaluation.in_training import Validations
-from ngpt_train.evaluation.validation import unigram_loss
+from ngpt_train.evaluation.validation import Evaluations, unigram_loss
 from ngpt_train.training.checkpoint.catalogue import list_checkpoints, step_of
-from ngpt_train.training.hooks.hook import Hook, TrainingRun
-from ngpt_train.training.hooks.rollback import record_of
+from ngpt_train.training.hooks.bad_steps import record_of
+from ngpt_train.training.loop import Hook, TrainingRun
 from ngpt_train.training.run_directory import RunDirectory
 from ngpt_train.training.state import TrainState
 

@@ -5,9 +5,10 @@ pytest process, then forks for every request: a fresh process with its own argum
 and stderr, which ends as `python -m ngpt_train` does. The server itself composes one configuration and runs nothing, so
 no test sees another.
 
-A fork cannot show everything. These need a real process (`runs.start`): kills and signals, what torchrun does,
-variables that are read during an import, and what depends on the seed of Python's hashes, which all forks share. Nor is
-the picture of a run's curves drawn, which takes a third of a short run's time, unless NGPT_TESTS_CURVES is set.
+torchrun and its ranks are forks as well (torchrun.py). A fork cannot show everything. These need a real process
+(test_command_line.py, test_slurm.py): what an import does and which variables it reads, and what depends on the seed of
+Python's hashes, which all forks share. Nor is the picture of a run's curves drawn, which takes a third of a short run's
+time, unless NGPT_TESTS_CURVES is set.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ IMPORTED = (
     "rich.progress",
     "sentencepiece",
     "torch.distributed.fsdp",
-    "tests.processes.equality_worker",  # and with it all that the ranks of `launch` need
+    "torch.distributed.run",
+    "tests.processes.test_equality",  # and with it all that the ranks of `on_ranks` need
 )
 # They read environment variables while they are imported, and tests set those.
 NOT_IMPORTED = ("datasets", "huggingface_hub", "wandb")
@@ -98,19 +100,26 @@ def serve(control: socket.socket) -> Callable[[], None]:
 
 def become(request: dict[str, Any], outputs: Sequence[int]) -> None:
     """Does in this process what `python -m MODULE ARGUMENTS` does."""
-    os.setsid()
     for target, descriptor in zip((1, 2), outputs, strict=True):
         os.dup2(descriptor, target)
         os.close(descriptor)
+    # New ones, because what the old ones have found out about their files holds no longer.
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     os.chdir(request["directory"])
+    execute([request["module"], *request["arguments"]], request["environment"])
+
+
+def execute(command: Sequence[str], variables: Mapping[str, str]) -> None:
+    """Runs a module or a file in a session of its own, and ends this process."""
+    os.setsid()
     os.environ.clear()
-    os.environ.update(request["environment"])
-    sys.argv = [request["module"], *request["arguments"]]
+    os.environ.update(variables)
     if "NGPT_TESTS_CURVES" not in os.environ:
         sys.modules["ngpt_train.verbs.train"].plot_run = lambda directory: None  # type: ignore[attr-defined]
     code = 1
     try:
-        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+        run_main(command)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -122,6 +131,14 @@ def become(request: dict[str, Any], outputs: Sequence[int]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def run_main(command: Sequence[str]) -> None:
+    sys.argv = list(command)
+    if command[0].endswith(".py"):
+        runpy.run_path(command[0], run_name="__main__")
+    else:
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
 
 
 def environment() -> dict[str, str]:
@@ -180,6 +197,44 @@ class Forked:
             if self.wait(0) is None:
                 os.kill(self.pid, number)
                 self.wait(10)
+
+
+class Started(Forked):
+    """A process that goes on beside the test, with what a test needs of subprocess.Popen."""
+
+    def __init__(self, command: Sequence[str], file: Path | None = None, **variables: str) -> None:
+        """file: to which its output is added, in the place of a pipe."""
+        reader, writer = os.pipe()
+        self.stdout = open(reader, "rb", buffering=0)  # noqa: SIM115
+        with open(writer, "wb") if file is None else file.open("ab") as output:
+            super().__init__(command[0], command[1:], variables, output.fileno(), output.fileno())
+
+    def poll(self) -> int | None:
+        return super().wait(0)
+
+    returncode = property(poll)
+
+    def wait(self, timeout: float = 600) -> int:
+        if (code := super().wait(timeout)) is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout)
+        return code
+
+    def communicate(self, timeout: float = 600) -> tuple[str, None]:
+        """What it and the processes that it has started have not yet printed, until their end."""
+        deadline, content = time.monotonic() + timeout, b""
+        while select.select([self.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if not (more := self.stdout.read(65536)):
+                self.wait(max(0.0, deadline - time.monotonic()))
+                return content.decode(errors="replace"), None
+            content += more
+        raise subprocess.TimeoutExpired(str(self.pid), timeout, content)
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    terminate = functools.partialmethod(send_signal, signal.SIGTERM)
+    kill = functools.partialmethod(send_signal, signal.SIGKILL)
 
 
 def run(

@@ -7,25 +7,24 @@ They share this machine's file system, as the hosts of a cluster share one, and 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import pytest
-
 from tests.processes import fork_server
 
 PORT = 29400
 # The interface of a host has the same name everywhere, as on most clusters.
 INTERFACE = "eth0"
-# What `ip netns exec` leaves as it is: the host's name, and the names of the others.
-SETS_NAMES = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 
 
 class Host:
@@ -60,17 +59,10 @@ class Host:
         command = ["tc", "-n", self._switch, "qdisc", "add" if limit else "del", "dev", self.port, "root", *limit]
         subprocess.run(command, check=True, capture_output=True)
 
-    def start(self, command: Sequence[str], output: Path, **environment: str) -> subprocess.Popen[bytes]:
-        """A command on this host, whose stdout and stderr are added to a file."""
-        inside = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "--mount", "sh", "-c", SETS_NAMES]
-        with output.open("ab") as file:
-            return subprocess.Popen(
-                [*inside, self.name, str(self._names), *command],
-                env=fork_server.environment() | {"GLOO_SOCKET_IFNAME": INTERFACE} | environment,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+    def start(self, command: Sequence[str], output: Path, **environment: str) -> fork_server.Started:
+        """A module or a file that runs on this host; what it prints is added to a file."""
+        inside = ["tests.processes.hosts", self.namespace, self.name, str(self._names), *command]
+        return fork_server.Started(inside, output, **{"GLOO_SOCKET_IFNAME": INTERFACE} | environment)
 
     def pids(self) -> list[int]:
         return [int(pid) for pid in _ip("netns", "pids", self.namespace).split()]
@@ -94,13 +86,15 @@ def torchrun(
     """torchrun of each of the hosts."""
     named = [f"--rdzv-id={name}"] if name else []
     rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={head.name}:{PORT}", *named]
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={ranks}"]
-    return [*launcher, *rendezvous, f"--max-restarts={restarts}", *program]
+    launcher = ["tests.processes.torchrun", f"--nnodes={nodes}", f"--nproc-per-node={ranks}"]
+    return [*launcher, *rendezvous, f"--max-restarts={restarts}", "-m", *program]
 
 
 @contextlib.contextmanager
 def hosts(directory: Path, *names: str) -> Iterator[list[Host]]:
     """Hosts with these names. Skips the test where this machine does not permit them."""
+    import pytest  # not in the processes of the hosts
+
     prefix = f"ngpt{os.getpid()}"
     file = directory / "hosts"
     made = [Host(name, number, file, prefix) for number, name in enumerate(names, 1)]
@@ -130,3 +124,19 @@ def hosts(directory: Path, *names: str) -> Iterator[list[Host]]:
 
 def _ip(*arguments: str) -> str:
     return subprocess.run(["ip", *arguments], check=True, capture_output=True).stdout.decode()
+
+
+def enter(namespace: str, name: str, names: str) -> None:
+    """Makes this process one of a host: its network, its name, and the names of the others."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{namespace}") as network:
+        if libc.setns(network.fileno(), CLONE_NEWNET) or libc.unshare(CLONE_NEWNS | CLONE_NEWUTS):
+            raise OSError(ctypes.get_errno(), f"entering {namespace}")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "--bind", names, "/etc/hosts"], check=True)
+    socket.sethostname(name)
+
+
+if __name__ == "__main__":
+    enter(*sys.argv[1:4])
+    fork_server.run_main(sys.argv[4:])

@@ -1,15 +1,30 @@
 """Starting real runs on a small corpus, and reading what they leave."""
 
+import io
 import json
+import logging
+import os
 import random
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from ngpt_train.__main__ import main
+from ngpt_train.core import log
+from ngpt_train.verbs import train as train_verb
 from tests.processes import fork_server
+
+IN_THIS_PROCESS = {"train", "evaluate", "generate", "prepare", "plan"}
+IN_THIS_PROCESS |= {"analyze", "probe", "export", "import", "compare"}
+# What leaves a process group, torch's choice of algorithms, or processes that begin as this one did.
+STAYING = ("parallel", "train.deterministic=true", "data.workers=")
 
 WORDS = ["the", "model", "reads", "a", "row", "of", "tokens", "and", "moves", "every", "vector", "towards", "it"]
 
@@ -71,7 +86,28 @@ def command(verb: str, given: list[str], ranks: int = 1) -> list[str]:
 
 
 def run(verb: str, given: list[str], ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    """The finished process, whatever its exit code; forked from one that has imported the trainer."""
+    """What a command prints and its exit code: in this process, or where it would change it, forked from the server's,
+    which has imported the trainer as well."""
+    if ranks > 1 or verb not in IN_THIS_PROCESS or any(word.startswith(STAYING) for word in given):
+        return forked(verb, given, ranks)
+    output, errors = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(errors):
+        patch.setattr(log, "_said", set())
+        # Where nothing else is set up, Python prints warnings; pytest has set up its own.
+        patch.setattr(logging.getLogger(), "handlers", [warnings := logging.StreamHandler(errors)])
+        warnings.setLevel(logging.WARNING)
+        if "NGPT_TESTS_CURVES" not in os.environ:
+            patch.setattr(train_verb, "plot_run", lambda directory: None)
+        try:
+            code = main([verb, *given])
+        except Exception:
+            code = 1
+            traceback.print_exc()
+    return subprocess.CompletedProcess([verb, *given], code, output.getvalue(), errors.getvalue())
+
+
+def forked(verb: str, given: list[str], ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    """The same in a process of its own, or in as many as there are ranks."""
     return fork_server.run("ngpt_train", [verb, *given], ranks if ranks > 1 else None)
 
 
@@ -80,16 +116,20 @@ def train(given: list[str], ranks: int = 1) -> None:
     assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
 
 
-def start(given: list[str], ranks: int = 1) -> subprocess.Popen[str]:
-    """A `train` that goes on beside the test: a real process, or torchrun, in a process group of its own."""
-    return subprocess.Popen(
-        command("train", given, ranks),
-        env=fork_server.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+def start(
+    given: list[str], ranks: int = 1, restarts: int = 0, program: Sequence[str] = ("ngpt_train", "train")
+) -> fork_server.Started:
+    """A `train`, or a program of the test's in its place, that goes on beside the test in a session of its own; on
+    several ranks under a torchrun."""
+    launcher = ["tests.processes.torchrun", "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+    named = [] if program[0].endswith(".py") else ["-m"]
+    return fork_server.Started([*([*launcher, *named] if ranks > 1 else []), *program, *given])
+
+
+def children(process: fork_server.Started) -> list[int]:
+    """The ranks of a torchrun."""
+    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout
+    return [int(pid) for pid in found.split()]
 
 
 def wait_for_step(directory: Path, step: int) -> None:

@@ -11,6 +11,8 @@ import pytest
 from tests.processes.runs import arguments, run, train, write_corpus
 from tests.processes.studies import begin, trainers, wait_for_no_trainer, wait_until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -31,7 +33,6 @@ def files(directory: Path) -> dict[str, tuple[bytes, int]]:
     return {str(x): (x.read_bytes(), x.stat().st_mtime_ns) for x in directory.rglob("*") if x.is_file()}
 
 
-@pytest.mark.slow
 def test_an_honest_run_and_an_edited_one(trained: Path) -> None:
     """Caught: a resume that is not the run's own, other threads, a run that is written to; exit code 0 for an edit."""
     directory = trained / "runs/test"
@@ -60,7 +61,6 @@ def test_an_honest_run_and_an_edited_one(trained: Path) -> None:
     assert [x["field"] for x in json.loads(out.read_text())["found"]][-1] == "grad_norm"
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends a process with its parent")
 def test_a_killed_audit_trains_no_further(trained: Path, tmp_path: Path) -> None:
     """Caught: a training that goes on with nobody to read it."""
@@ -74,20 +74,6 @@ def test_a_killed_audit_trains_no_further(trained: Path, tmp_path: Path) -> None
     assert not certificate.exists()
 
 
-def test_wrong_use(trained: Path, tmp_path: Path) -> None:
-    for given, said in (
-        ([], "audit.run=null: no run is named"),
-        ([str(tmp_path)], "not a run directory, it has no config.yaml"),
-        ([str(tmp_path), str(trained)], "one run at a time"),
-        ([str(trained / "runs/test"), f"audit.out={tmp_path}"], "is a directory"),
-        ([str(trained / "runs/test"), "audit.windows=0"], "audit.windows=0: must be"),
-    ):
-        finished = run("audit", given)
-        assert finished.returncode == 2, finished.stdout + finished.stderr
-        assert said in finished.stderr
-
-
-@pytest.mark.slow
 def test_a_run_that_diverged(tmp_path: Path) -> None:
     """Caught: an accusation because training again diverges too."""
     given = of(tmp_path, "model=gpt", "run.name=test", "train.steps=30", "optim.lr=1000", "optim.clip_norm=null")
@@ -96,7 +82,6 @@ def test_a_run_that_diverged(tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
-@pytest.mark.slow
 def test_other_data(tmp_path: Path) -> None:
     """From step 0 and from a checkpoint."""
     train(of(tmp_path, "run.name=test"))
@@ -107,7 +92,6 @@ def test_other_data(tmp_path: Path) -> None:
     assert "cannot be trained again: run.name=again: the data is not what this run was trained on" in finished.stdout
 
 
-@pytest.mark.slow
 def test_a_run_of_several_ranks_that_was_resumed(tmp_path: Path) -> None:
     """Caught: one process in the place of two, whose sums are rounded otherwise; a window over the resume."""
     given = of(tmp_path, "run.name=test", "parallel=ddp", "checkpoint.every=0")
@@ -118,7 +102,6 @@ def test_a_run_of_several_ranks_that_was_resumed(tmp_path: Path) -> None:
     assert "8 of 8 steps were trained again in 2 windows" in finished.stdout
 
 
-@pytest.mark.slow
 def test_options_that_keep_state(tmp_path: Path) -> None:
     keep_state = ("tokenizer=sentencepiece", "tokenizer.vocab_size=300", "guards.rollback=true", "optim.ema_decay=0.9")
     train(of(tmp_path, "run.name=test", *keep_state, "checkpoint.keep_last=1"))

@@ -1,14 +1,101 @@
 """A checkpoint holds weights, moments and averages under canonical names, whatever the layout; those of before load."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from ngpt_train.training.checkpoint import load_state
-from tests.processes.launch import launch
-from tests.processes.names_worker import built, whole
+from ngpt_train.models import export_weights
+from ngpt_train.models.weights import canonical, named_weights
+from ngpt_train.training import build_state, train_step
+from ngpt_train.training.checkpoint import Checkpoints, load_state, save
+from ngpt_train.training.state import TrainState
+from tests.processes.launch import on_ranks
+from tests.properties.architectures import SMALL
+from tests.properties.runs import run_config, text_like_rows
+from tests.reference.training import Recipe
 from tests.stored import stored_tensors
+
+ROWS, CONTEXT = 12, 16
+RECIPE = Recipe(12, 1e-2, 0.9, 0.95, 1e-8, weight_decay=0.0, clip_norm=0.5, warmup_steps=0)
+UNEVEN = replace(SMALL, d_mlp=35)  # on three ranks, a shard of w_uv holds rows of both matrices
+
+
+def built(name: str, parallel: str) -> TrainState:
+    options = ["optim.ema_decay=0.8", *(["model.bias=true"] if name == "normformer" else [])]
+    options += ["parallel.shard=2"] if parallel == "hsdp" else []
+    config = run_config(
+        name, UNEVEN, RECIPE, rows=ROWS, context=CONTEXT, micro_rows=1, parallel=parallel, options=options
+    )
+    return build_state(config)
+
+
+def step(state: TrainState) -> float:
+    rank, size = state.world.rank, state.world.size
+    batch = text_like_rows(ROWS, CONTEXT, UNEVEN.vocab_size, seed=state.step)
+    return train_step(state, [[part[rank::size] for part in batch]]).loss.item()
+
+
+def local(state: TrainState) -> Iterator[tuple[str, Tensor]]:
+    """Everything that a checkpoint holds of this rank, by the parameters' names."""
+    assert state.ema is not None
+    for name, parameter in state.model.named_parameters():
+        moments = state.optimizer.state[parameter]
+        for kind, value in {"weight": parameter, "ema": state.ema.weights[name], **moments}.items():
+            yield f"{kind} of {name}", (value.to_local() if isinstance(value, DTensor) else value).detach()
+    yield from state.model.statistics().items()
+
+
+def whole(state: TrainState) -> dict[str, dict[str, Tensor]]:
+    """The same by kind and canonical name, made from whole parameters."""
+    assert state.ema is not None
+    found: dict[str, dict[str, Tensor]] = {"model": export_weights(state.model)}
+    named = dict(state.model.named_parameters())
+    for (name, parameter), (_, parts) in zip(named.items(), named_weights(state.model), strict=True):
+        for kind, value in {"ema": state.ema.weights[name], **state.optimizer.state[parameter]}.items():
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            rows = full.detach().split(list(parts.values())) if full.ndim else [full] * len(parts)
+            found.setdefault(kind, {}).update({canonical(part): x.clone() for part, x in zip(parts, rows, strict=True)})
+    return found
+
+
+def by_parameter(_: Any, tensors: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
+    """The names that checkpoints had before."""
+    return {
+        f"{part}.{name}": value
+        for part, named in tensors.items()
+        for name, value in named.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def kept_and_loaded(name: str, parallel: str, directory: str) -> dict[str, Any]:
+    """What this rank has stored, and finds again, under both kinds of names."""
+    state = built(name, parallel)
+    for _ in range(3):
+        step(state)
+    kept = {}
+    for names in ("canonical", "before"):
+        if names == "before":
+            save.by_canonical_name = by_parameter  # type: ignore[assignment]
+        checkpoints = Checkpoints(Path(directory) / names, state.world, keep_last=1, keep_every=None)
+        kept[names] = checkpoints.save(state, {}, lambda path: None)
+    report = {"whole": whole(state), "sharded": any(isinstance(p, DTensor) for p in state.model.parameters())}
+    expected = {key: x.clone() for key, x in local(state)}
+    loss = step(state)
+    for names, path in kept.items():
+        other = built(name, parallel)
+        step(other)
+        load_state(path, other)
+        report[names] = [key for key, x in local(other) if not torch.equal(x, expected[key])]
+        report[f"{names}: goes on"] = step(other) == loss
+    return report
+
 
 FAST = [("gpt", "single", 1), ("ngpt", "fsdp", 3), ("normformer", "ddp", 2)]
 SLOW = [("powernorm", "fsdp", 3), ("normformer", "hsdp", 4), ("gpt_encoder_decoder", "fsdp", 3)]
@@ -20,10 +107,7 @@ SLOW = [("powernorm", "fsdp", 3), ("normformer", "hsdp", 4), ("gpt_encoder_decod
 def test_names_and_shapes(name: str, parallel: str, ranks: int, tmp_path: Path) -> None:
     """In any layout, on other ranks too. Caught: fused matrices, parts cut at other rows, a rank whose rows of a part
     are lost, a checkpoint of before that loads no more, or not to the bit."""
-    reports = [
-        torch.load(path, weights_only=False)
-        for path in launch("names_worker.py", tmp_path / "out", ranks, name, parallel, str(tmp_path))
-    ]
+    reports = on_ranks(kept_and_loaded, ranks, name, parallel, str(tmp_path))
     assert all(report["sharded"] == (parallel in ("fsdp", "hsdp")) for report in reports)
     expected = reports[0]["whole"]
     stored = stored_tensors(tmp_path / "canonical/step_00000003")

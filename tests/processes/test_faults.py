@@ -12,12 +12,14 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.processes import fork_server
 from tests.processes.runs import (
     arguments,
+    children,
     numbers,
     records,
     run,
@@ -27,66 +29,14 @@ from tests.processes.runs import (
     write_corpus,
     write_parquet_shards,
 )
-from tests.processes.test_launcher import with_restarts, workers
 from tests.processes.test_streaming import STREAMED, data_hashes, workers_of
 
 pytestmark = pytest.mark.slow
 
-SLOW = """
-import os, sys, time
-from ngpt_train.__main__ import run
-from ngpt_train.verbs import train
 
-open_dataset = train.open_dataset
-
-def slow(function):
-    def after_a_while(*given, **options):
-        print("slow", function.__name__, file=sys.stderr)
-        time.sleep(40)
-        return function(*given, **options)
-    return after_a_while
-
-if os.environ["RANK"] == "1":
-    train.open_dataset = slow(open_dataset)
-if __name__ == "__main__":
-    run()
-"""
-# The clock of one rank jumps by a day, forth and back, at each step.
-JUMPING = """
-import os, time
-from ngpt_train.__main__ import run
-from ngpt_train.training import loop
-
-now, take_step, jump = time.time, loop.train_step, [0.0]
-
-def step(*given, **options):
-    jump[0] = {0.0: 86400.0, 86400.0: -86400.0, -86400.0: 0.0}[jump[0]]
-    return take_step(*given, **options)
-
-if os.environ["RANK"] == "1":
-    time.time = lambda: now() + jump[0]
-loop.train_step = step
-if __name__ == "__main__":
-    run()
-"""
-
-
-def with_program(given: list[str], program: Path) -> list[str]:
-    """torchrun of two ranks of a program in place of ngpt_train's."""
-    command = with_restarts(given, restarts=0)
-    command[command.index("-m", 3) : command.index("train")] = [str(program)]
-    return command
-
-
-def torchrun(program: Path, given: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        with_program(given, program),
-        env=fork_server.environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
+def faulty(fault: str, given: list[str], restarts: int = 0) -> fork_server.Started:
+    """A run of two ranks with a fault of faulty.py."""
+    return start(given, 2, restarts, ("tests.processes.faulty", fault, "train"))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +50,7 @@ def test_signals_to_torchrun_or_a_rank(tmp_path: Path, corpus: Path, number: sig
     process = start(given, ranks=2)
     directory = tmp_path / "runs/test"
     wait_for_step(directory, 3)
-    os.kill(process.pid if to == "torchrun" else workers(process)[1], number)
+    os.kill(process.pid if to == "torchrun" else children(process)[1], number)
     output = process.communicate(timeout=120)[0]
     ended = json.loads((directory / "exit.json").read_text())
     # torchrun forwards its signal as SIGTERM or as it is.
@@ -145,58 +95,22 @@ def test_a_stop_while_one_of_several_ranks_waits_for_rows(tmp_path: Path) -> Non
     assert numbers(directory) == numbers(tmp_path / "whole/runs/test")
 
 
-PACED = """
-import time
-from ngpt_train.training import loop
-from ngpt_train.__main__ import run
-take_step = loop.train_step
-def step(*given, **options):
-    time.sleep(0.2)
-    return take_step(*given, **options)
-loop.train_step = step
-if __name__ == "__main__":
-    run()
-"""
-
-
 def test_a_preparation_that_is_slower_than_the_timeout(tmp_path: Path, corpus: Path) -> None:
     """Caught: a collective that waits for a preparation of text."""
-    program = tmp_path / "slow.py"
-    program.write_text(SLOW)
-    finished = torchrun(program, arguments(tmp_path, corpus, "parallel.timeout=30"))
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    assert "slow open_dataset" in finished.stderr
+    process = faulty("slow_preparation", arguments(tmp_path, corpus, "parallel.timeout=30"))
+    output = process.communicate()[0]
+    assert process.returncode == 0, output[-3000:]
+    assert "slow open_dataset" in output
     assert sorted(numbers(tmp_path / "runs/test")) == list(range(1, 13))
-
-
-SLOW_CHECK = """
-import os, sys, time
-import torch.distributed as dist
-from ngpt_train.__main__ import run
-from ngpt_train.training.checkpoint import integrity
-
-differences = integrity.differences
-
-def slow(*given):
-    if os.environ["RANK"] == "1" and dist.is_initialized():
-        print("slow differences", file=sys.stderr)
-        time.sleep(40)
-    return differences(*given)
-
-integrity.differences = slow
-if __name__ == "__main__":
-    run()
-"""
 
 
 def test_a_check_that_is_slower_than_the_timeout(tmp_path: Path, corpus: Path) -> None:
     """Caught: a collective that waits for a rank which compares a checkpoint's files with their checksums."""
-    program = tmp_path / "slow.py"
-    program.write_text(SLOW_CHECK)
     train(arguments(tmp_path, corpus, "train.stop_at=4"), ranks=2)
-    finished = torchrun(program, arguments(tmp_path, corpus, "parallel.timeout=30"))
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    assert finished.stderr.count("slow differences") == 1
+    process = faulty("slow_check", arguments(tmp_path, corpus, "parallel.timeout=30"))
+    output = process.communicate()[0]
+    assert process.returncode == 0, output[-3000:]
+    assert output.count("slow differences") == 1
     assert sorted(numbers(tmp_path / "runs/test")) == list(range(1, 13))
 
 
@@ -228,18 +142,18 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(where)], check=True)
 
 
-def test_a_disk_that_fills_up(tmp_path: Path, corpus: Path, disk: Path) -> None:
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Any:
+    """Losses, norms, rates and tokens of 30 steps of two ranks."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    train(arguments(directory, corpus, "train.steps=30"), ranks=2)
+    return numbers(directory / "runs/test")
+
+
+def test_a_disk_that_fills_up(tmp_path: Path, corpus: Path, disk: Path, undisturbed: Any) -> None:
     """Checkpoints are not written, the end says so with code 3, and the same command goes on when there is room."""
-    program = tmp_path / "paced.py"
-    program.write_text(PACED)
     given = arguments(tmp_path, corpus, f"run.root={disk}", "train.steps=30")
-    process = subprocess.Popen(
-        with_program(given, program),
-        env=fork_server.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = faulty("paced", given)
     wait_for_step(disk / "test", 6)
     filling = disk / "filling"
     with contextlib.suppress(OSError), filling.open("wb") as file:
@@ -253,8 +167,7 @@ def test_a_disk_that_fills_up(tmp_path: Path, corpus: Path, disk: Path) -> None:
     assert re.search(r"error: The checkpoint .* could not be written: .* MB are missing", output), output
     assert re.search(r"exitcode +: 3", output), output
     train(given, ranks=2)
-    train(arguments(tmp_path, corpus, "train.steps=30"), ranks=2)
-    assert numbers(disk / "test") == numbers(tmp_path / "runs/test")
+    assert numbers(disk / "test") == undisturbed
 
 
 def test_a_read_only_disk_at_the_start(tmp_path: Path, corpus: Path, disk: Path) -> None:
@@ -303,21 +216,18 @@ def shut_down(where: Path, trigger: Path) -> None:
     ("fail", "reason"), [(turn_read_only, "Read-only file system"), (shut_down, "Input/output error")]
 )
 def test_a_disk_that_fails_meanwhile(
-    tmp_path: Path, corpus: Path, failing_disk: tuple[Path, Path], fail: Callable[[Path, Path], None], reason: str
+    tmp_path: Path,
+    corpus: Path,
+    failing_disk: tuple[Path, Path],
+    undisturbed: Any,
+    fail: Callable[[Path, Path], None],
+    reason: str,
 ) -> None:
     """The run trains on to its end, which is code 3; on the mended disk the same command goes on. Caught: a traceback,
     a hang, a rank that goes on alone, a checkpoint that is taken although it is not whole."""
-    program = tmp_path / "paced.py"
-    program.write_text(PACED)
     where, trigger = failing_disk
     given = arguments(tmp_path, corpus, f"run.root={where / 'runs'}", "train.steps=30")
-    process = subprocess.Popen(
-        with_program(given, program),
-        env=fork_server.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = faulty("paced", given)
     wait_for_step(where / "runs/test", 6)
     os.sync()
     fail(where, trigger)
@@ -332,18 +242,16 @@ def test_a_disk_that_fails_meanwhile(
     subprocess.run(["fsck.ext4", "-p", "-f", str(mended)], check=False, capture_output=True)
     subprocess.run(["mount", "-o", "loop", str(mended), str(where)], check=True)
     train(given, ranks=2)
-    train(arguments(tmp_path, corpus, "train.steps=30"), ranks=2)
-    assert numbers(where / "runs/test") == numbers(tmp_path / "runs/test")
+    assert numbers(where / "runs/test") == undisturbed
 
 
 def test_a_clock_that_jumps(tmp_path: Path, corpus: Path) -> None:
     """Caught: a time of the wall clock where a duration is meant."""
-    program = tmp_path / "jumping.py"
-    program.write_text(JUMPING)
     options = ["train.steps=16", "parallel.hang_seconds=5", "run.max_time=1", "data.streaming=true"]
-    finished = torchrun(program, arguments(tmp_path / "jumping", corpus, *options))
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    assert "hung" not in finished.stderr
+    process = faulty("jumping", arguments(tmp_path / "jumping", corpus, *options))
+    output = process.communicate()[0]
+    assert process.returncode == 0, output[-3000:]
+    assert "hung" not in output
     train(arguments(tmp_path / "even", corpus, *options), ranks=2)
     assert numbers(tmp_path / "jumping/runs/test") == numbers(tmp_path / "even/runs/test")
     assert all(0 < record["train_seconds"] < 1000 for record in records(tmp_path / "jumping/runs/test").values())

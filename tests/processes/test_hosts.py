@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,29 +10,15 @@ from typing import Any
 
 import pytest
 
+from tests.processes import fork_server
 from tests.processes.hosts import Host, hosts, torchrun
-from tests.processes.runs import arguments, numbers, train, wait_for_step
+from tests.processes.runs import arguments, children, numbers, train, wait_for_step
 
 pytestmark = pytest.mark.slow
 
 SECONDS = 6.0  # parallel.hang_seconds
 STEPS = 40
-# Steps that take a while and no processor, so that a fault finds the run on its way.
-PROGRAM = """
-import os, time
-from ngpt_train.training import loop
-from ngpt_train.__main__ import run
-
-take_step = loop.train_step
-
-def step(*given, **options):
-    time.sleep(float(os.environ.get("PAUSE", "0.2")))
-    return take_step(*given, **options)
-
-loop.train_step = step
-if __name__ == "__main__":
-    run()
-"""
+PROGRAM = ["tests.processes.faulty", "paced", "train"]
 NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -44,15 +28,13 @@ class Job:
     def __init__(self, directory: Path, machines: list[Host], corpus: Path, *options: str) -> None:
         self.directory, self.machines = directory / "runs/test", machines
         self._outputs = {host: directory / f"{host.name}.txt" for host in machines}
-        self._program = directory / "program.py"
-        self._program.write_text(PROGRAM)
         faults = (f"train.steps={STEPS}", "checkpoint.every=5", f"parallel.hang_seconds={SECONDS}")
         self.given = arguments(directory, corpus, *faults, *options)
-        self.running: dict[Host, subprocess.Popen[bytes]] = {}
+        self.running: dict[Host, fork_server.Started] = {}
 
     def start(self, *machines: Host, head: Host | None = None, restarts: int = 0, ranks: int = 1, **new: str) -> None:
         for host in machines or self.machines:
-            program = [str(self._program), "train", *self.given]
+            program = [*PROGRAM, *self.given]
             command = torchrun(head or self.machines[0], program, ranks, restarts, new.get("job", "job"))
             environment = {name: value for name, value in new.items() if name.isupper()}
             self.running[host] = host.start(command, self._outputs[host], **NEW_STORE | environment)
@@ -179,7 +161,7 @@ def test_the_head_moves(tmp_path: Path, machines: list[Host], corpus: Path, undi
 def test_a_second_job_of_another_host(tmp_path: Path, machines: list[Host], corpus: Path) -> None:
     alpha, beta = machines
     job = Job(tmp_path, machines, corpus, "train.steps=100000")
-    alone = [sys.executable, str(tmp_path / "program.py"), "train", *job.given]
+    alone = [*PROGRAM, *job.given]
     alpha.start(alone, tmp_path / "alpha.txt")
     job.wait_for_step(3)
     assert beta.start(alone, tmp_path / "beta.txt").wait(100) == 2
@@ -199,7 +181,7 @@ def test_hybrid_sharding_and_overwriting_once(tmp_path: Path, machines: list[Hos
     while not (job.directory / "checkpoints/step_00000010").is_dir() or len(job.starts()) != 1:
         assert time.monotonic() < deadline, job.output(machines[0])[-3000:]
         time.sleep(0.05)
-    os.kill(_rank(machines[1]), 9)
+    os.kill(children(job.running[machines[1]])[0], 9)
     assert job.wait() == [0, 0], job.output(machines[0])[-3000:]
     found = numbers(job.directory)
     assert sorted(found) == list(range(1, STEPS + 1))
@@ -222,9 +204,3 @@ def test_what_torchrun_lacks(tmp_path: Path, machines: list[Host], corpus: Path)
     for host in machines:
         assert "it has no name and several hosts. Give torchrun --rdzv-id=NAME" in job.output(host)
     assert sorted(numbers(job.directory)) == [1, 2]
-
-
-def _rank(host: Host) -> int:
-    """A rank of that host."""
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in host.pids()}
-    return next(pid for pid, command in commands.items() if "program.py" in command and "--nnodes" not in command)

@@ -10,7 +10,7 @@ import pytest
 
 from tests import hub_server
 from tests.hub_server import Hub
-from tests.processes.runs import arguments, records, run, start, train, wait_for_step, write_parquet_shards
+from tests.processes.runs import arguments, forked, records, start, train, wait_for_step, write_parquet_shards
 from tests.processes.test_torchrun import kill
 
 STREAMED = ("data.streaming=true", "data.streams=24", "data.open_shards=2", "train.batch_rows=24", "train.micro_rows=2")
@@ -48,7 +48,7 @@ def test_killed_while_the_server_fails(hub: Hub, text: Path, tmp_path: Path) -> 
     wait_for_step(directory, 5)
     kill(process)
     hub.revisions["main"] = "f" * 40  # what is newest now is not what the run began with
-    train(given)
+    assert forked("train", given).returncode == 0
     assert not hub.faults
     starts = json.loads((directory / "run.json").read_text())["starts"]
     assert len(starts) == 2
@@ -62,12 +62,12 @@ def test_a_mixture_goes_on_with_its_commits(hub: Hub, text: Path, tmp_path: Path
     """Also where the hub cannot be asked. Caught: a branch that is resolved again, and other text with it."""
     given = on_hub(tmp_path, "data=mixture", f"data.mixture=web 2 hf someone/pages@main; here 1 local {text}")
     given = [argument for argument in given if not argument.startswith("data.repo=")]
-    train([*given, "train.stop_at=4"])
+    assert forked("train", [*given, "train.stop_at=4"]).returncode == 0
     directory = tmp_path / "runs/test"
     assert f"someone/pages@{hub_server.COMMIT}; here" in (directory / "config.yaml").read_text()
     hub.revisions["main"] = "f" * 40
     hub.api_faults += [hub_server.status(404)]
-    finished = run("train", given)
+    finished = forked("train", given)
     assert finished.returncode == 0, finished.stderr
     assert not hub.api_faults
     assert f"data.revision=main of web: the run goes on with {hub_server.COMMIT}, as it began" in finished.stderr
@@ -75,7 +75,7 @@ def test_a_mixture_goes_on_with_its_commits(hub: Hub, text: Path, tmp_path: Path
 
 def test_unreachable_shard_ends_the_run(hub: Hub, tmp_path: Path) -> None:
     hub.faults += [hub_server.status(503)] * 100
-    finished = run("train", on_hub(tmp_path, "data.fetch_minutes=0.05"))
+    finished = forked("train", on_hub(tmp_path, "data.fetch_minutes=0.05"))
     assert finished.returncode == 3, finished.stdout
     assert "someone/pages@" in finished.stderr
     assert "data.fetch_minutes above 0.05" in finished.stderr

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from ngpt_train.__main__ import main
 from ngpt_train.core.errors import ConfigError, DataError, is_told_here, same_on_host, told_by_rank_0
 from ngpt_train.core.launcher import check_ranks, is_same_job, nameless_on_many_hosts, this_job
 from tests.processes import fork_server
-from tests.processes.runs import arguments, numbers, records, run, start, train, wait_for_step
+from tests.processes.runs import arguments, children, numbers, records, run, start, train, wait_for_step
 
 
 def job(
@@ -169,16 +167,6 @@ def test_checkpoints_that_are_gone(tmp_path: Path, corpus: Path) -> None:
     assert sorted(numbers(directory)) == list(range(1, 13))
 
 
-def workers(torchrun: subprocess.Popen[str]) -> list[int]:
-    found = subprocess.run(["pgrep", "-P", str(torchrun.pid)], capture_output=True, text=True, check=True).stdout
-    return [int(pid) for pid in found.split()]
-
-
-def with_restarts(given: list[str], restarts: int) -> list[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}"]
-    return [sys.executable, *launcher, "-m", "ngpt_train", "train", *given]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
 def test_ranks_end_with_their_torchrun(tmp_path: Path, corpus: Path, number: int) -> None:
@@ -187,7 +175,7 @@ def test_ranks_end_with_their_torchrun(tmp_path: Path, corpus: Path, number: int
     process = start(given, ranks=2)
     directory = tmp_path / "runs/test"
     wait_for_step(directory, 3)
-    pids = workers(process)
+    pids = children(process)
     assert len(pids) == 2
     refused = run("train", given)
     assert refused.returncode == 2
@@ -211,13 +199,12 @@ def test_a_restart_does_not_overwrite_again(tmp_path: Path, corpus: Path, local_
     given = arguments(tmp_path, corpus, "train.steps=30", "checkpoint.every=5", "train.batch_rows=16")
     directory = tmp_path / "runs/test"
     train([*given, "train.stop_at=5"])  # of another job, and to be overwritten
-    command = with_restarts([*given, "run.overwrite=true"], restarts=1)
-    process = subprocess.Popen(command, env=fork_server.environment(), start_new_session=True)
+    process = start([*given, "run.overwrite=true"], ranks=2, restarts=1)
     deadline = time.monotonic() + 120
     while not (directory / "checkpoints/step_00000010").is_dir():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    os.kill(workers(process)[local_rank], signal.SIGKILL)  # type: ignore[arg-type]
+    os.kill(children(process)[local_rank], signal.SIGKILL)  # type: ignore[arg-type]
     assert process.wait(timeout=200) == 0
     starts = json.loads((directory / "run.json").read_text())["starts"]
     assert starts[0]["step"] == 0
@@ -229,16 +216,10 @@ def test_a_restart_does_not_overwrite_again(tmp_path: Path, corpus: Path, local_
 @pytest.mark.slow
 def test_an_end_that_would_come_again_is_no_reason_to_start_again(tmp_path: Path, corpus: Path) -> None:
     given = arguments(tmp_path, corpus, "model=gpt", "optim.lr=1000", "train.steps=40")
-    finished = subprocess.run(
-        with_restarts(given, restarts=2),
-        env=fork_server.environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert finished.returncode != 0
-    assert finished.stderr.count("not started again, because it would end as before: 10 steps in a row") >= 2
+    process = start(given, ranks=2, restarts=2)
+    output = process.communicate()[0]
+    assert process.returncode != 0
+    assert output.count("not started again, because it would end as before: 10 steps in a row") >= 2
     directory = tmp_path / "runs/test"
     assert len(json.loads((directory / "run.json").read_text())["starts"]) == 1
     ended = json.loads((directory / "exit.json").read_text())

@@ -150,9 +150,8 @@ def test_finished_run_is_left_alone(uninterrupted: Path, corpus: Path) -> None:
 def test_sigterm_before_the_first_step(tmp_path: Path, corpus: Path) -> None:
     """From the moment that the directory is a run's, a wish to stop is heard: one step, saved, exit code 0."""
     process = start(arguments(tmp_path, corpus, "train.steps=1000", "eval.every=0"))
-    assert process.stdout is not None
     for line in process.stdout:
-        if "runs/test: new" in line:
+        if b"runs/test: new" in line:
             process.send_signal(signal.SIGTERM)
             break
     output = process.communicate(timeout=120)[0]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.runs import arguments, run, write_corpus
+from tests.processes.runs import arguments, forked, write_corpus
 
 PLANTED = "hunter2/hunter2+x"
 LOGIN = "swordfish"
@@ -22,10 +22,10 @@ def test_no_secret_leaves_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     on = ["logging.wandb.mode=offline", "logging.tensorboard=true", "train.steps=2"]
     given = arguments(tmp_path, corpus, *described, *others, url, *on)
 
-    trained, planned = run("train", given), run("plan", [*given, f"plan.out={tmp_path / 'runs' / 'plan.json'}"])
+    trained, planned = forked("train", given), forked("plan", [*given, f"plan.out={tmp_path / 'runs' / 'plan.json'}"])
     ends_badly = [f"data.val_files={tmp_path}/{PLANTED}", "run.name=bad"]
     no_file = [f"data.path=https://me:{LOGIN}@host/x", "run.name=none"]  # pathlib makes https:/me of it
-    refused = [run("train", [*given, *each]) for each in (ends_badly, no_file, [f"optim.lr={PLANTED}"])]
+    refused = [forked("train", [*given, *each]) for each in (ends_badly, no_file, [f"optim.lr={PLANTED}"])]
 
     assert [trained.returncode, planned.returncode] == [0, 0], trained.stderr + planned.stderr
     assert all(one.returncode in (2, 3) for one in refused)

@@ -1,4 +1,4 @@
-"""A real study: kills, restarts, shared runs, refusals, and the report at its end."""
+"""A real study: kills, restarts, refusals, and the report at its end."""
 
 import json
 import os
@@ -12,6 +12,8 @@ from tests import fake_slurm
 from tests.processes import runs
 from tests.processes.studies import SHARED, begin, trainers, wait_for_no_trainer
 
+pytestmark = pytest.mark.slow
+
 YAML = """\
 arms:
   gpt: {model: gpt}
@@ -22,12 +24,24 @@ max_points: 1
 """
 
 
+def arguments_in(directory: Path, corpus: Path) -> list[str]:
+    (directory / "study").mkdir()
+    (directory / "study" / "small.yaml").write_text(YAML)
+    text = [f"data.path={corpus}", f"data.cache={directory / 'cache'}", f"study.root={directory / 'studies'}"]
+    return ["--config-dir", str(directory), "study=small", *SHARED, *text]
+
+
 @pytest.fixture
 def arguments(tmp_path: Path, corpus: Path) -> list[str]:
-    (tmp_path / "study").mkdir()
-    (tmp_path / "study" / "small.yaml").write_text(YAML)
-    text = [f"data.path={corpus}", f"data.cache={tmp_path / 'cache'}"]
-    return ["--config-dir", str(tmp_path), "study=small", f"study.root={tmp_path / 'studies'}", *SHARED, *text]
+    return arguments_in(tmp_path, corpus)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """The study that nobody has stopped."""
+    directory = tmp_path_factory.mktemp("whole")
+    study([*arguments_in(directory, corpus), "study.jobs=1", "study.threads=1"])
+    return directory / "studies" / "small"
 
 
 def study(given: list[str], code: int = 0) -> str:
@@ -41,26 +55,8 @@ def losses(directory: Path) -> list[dict[str, Any]]:
     return sorted(({**loss, "run": Path(loss["run"]).name} for loss in report["losses"]), key=lambda x: str(x["run"]))
 
 
-def test_a_dry_run_shows_the_cost_and_writes_nothing(arguments: list[str], tmp_path: Path) -> None:
-    """Caught: numbers that are not those of `plan`; hours that nobody measured; a directory that is left."""
-    said = study([*arguments, "study.dry_run=true", "study.max_points=9", "study.seeds=[0,1,2]"])
-    rows = {row.split()[0]: row.split() for row in said.splitlines() if row.startswith(("gpt ", "ngpt ", "in all"))}
-    plan = tmp_path / "plan.json"
-    given = [x for x in arguments[2:] if not x.startswith("study")]
-    assert runs.run("plan", ["model=gpt", *given, "train.steps=100", f"plan.out={plan}"]).returncode == 0
-    planned = json.loads(plan.read_text())
-    _, parameters, tokens, steps, n, all_tokens, flops, *hours = rows["gpt"]
-    assert (tokens, steps, n, all_tokens) == ("51.2k", "100", "5", "256k")
-    assert float(flops) == pytest.approx(5 * planned["total_flops"], rel=5e-3)
-    assert parameters == f"{planned['parameters']['total'] / 1000:.3g}k"
-    assert all(0 <= float(x) < 1 for x in hours)
-    assert "at most" in said
-    assert not (tmp_path / "studies").exists()
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="it looks for the processes in /proc")
-def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(arguments: list[str], tmp_path: Path) -> None:
+def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(arguments: list[str], tmp_path: Path, whole: Path) -> None:
     """Caught: a run that goes on without the study, that begins anew or is made twice; a second study beside the first;
     a report that depends on kills."""
     root = tmp_path / "studies" / "small"
@@ -91,31 +87,20 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(arguments: list[str]
     assert [start["step"] for start in starts] == [0, step]
     assert json.loads((ngpt / "exit.json").read_text())["reason"] == "stopped by SIGTERM"
 
-    study(given)
-    assert len(json.loads((ngpt / "run.json").read_text())["starts"]) == 2
     modified = os.stat(gpt / "metrics.jsonl").st_mtime_ns
-    study(given)
+    said = study([*given, "study.prompt=a"])
+    assert len(json.loads((ngpt / "run.json").read_text())["starts"]) == 2
     assert os.stat(gpt / "metrics.jsonl").st_mtime_ns == modified
+    assert [line.split()[1] for line in said.splitlines() if line.startswith("--- ")] == ["gpt,", "ngpt,"]
+    assert "One seed and one budget: this proves nothing" in said.splitlines()[-1]
 
-    whole = [*given, f"study.root={tmp_path / 'other'}"]
-    whole = [x for x in whole if x != f"study.root={tmp_path / 'studies'}"]
-    study(whole)
-    there = tmp_path / "other" / "small"
     for run in (gpt, ngpt):
-        assert runs.numbers(run) == runs.numbers(there / "runs" / run.name)
-    assert losses(root) == losses(there)
+        assert runs.numbers(run) == runs.numbers(whole / "runs" / run.name)
+    assert losses(root) == losses(whole)
     assert len(losses(root)) == 2
 
-    shared = study([*arguments, "study.name=third", "study.jobs=2", "study.prompt=a"])
-    assert shared.count("shares the run") == 2
-    assert [line.split()[1] for line in shared.splitlines() if line.startswith("--- ")] == ["gpt,", "ngpt,"]
-    assert "One seed and one budget: this proves nothing" in shared.splitlines()[-1]
-    assert all(path.is_symlink() for path in (tmp_path / "studies" / "third" / "runs").iterdir())
-    assert losses(tmp_path / "studies" / "third") == losses(root)
 
-
-@pytest.mark.slow
-def test_on_a_cluster_it_ends_as_on_this_machine(arguments: list[str], tmp_path: Path) -> None:
+def test_on_a_cluster_it_ends_as_on_this_machine(arguments: list[str], tmp_path: Path, whole: Path) -> None:
     """Caught: jobs that end with the study; runs that are submitted twice; a job whose time is over and that begins
     anew; losses that depend on where the runs were made."""
     pytest.importorskip("submitit")
@@ -137,7 +122,5 @@ def test_on_a_cluster_it_ends_as_on_this_machine(arguments: list[str], tmp_path:
     assert [start["step"] > 0 for start in json.loads((gpt / "run.json").read_text())["starts"]] == [False, True]
     assert [start["step"] > 0 for start in json.loads((ngpt / "run.json").read_text())["starts"]] == [False]
 
-    here = [x for x in arguments if x != f"study.root={tmp_path / 'studies'}"]
-    study([*here, f"study.root={tmp_path / 'here'}", "study.threads=1"])
     for run in (gpt, ngpt):
-        assert runs.numbers(run) == runs.numbers(tmp_path / "here" / "small" / "runs" / run.name)
+        assert runs.numbers(run) == runs.numbers(whole / "runs" / run.name)

@@ -1,4 +1,4 @@
-"""Studies and transfers that are killed, stopped, started at once, or run out of disk."""
+"""Studies that are killed, started at once, or run out of disk."""
 
 import contextlib
 import json
@@ -6,22 +6,16 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ngpt_train.config import load_config
 from ngpt_train.config.arguments import arguments_of
-from ngpt_train.study.composition import Runs
-from ngpt_train.study.definition import Study, read_study
-from ngpt_train.study.definition_file import write_study
-from ngpt_train.study.engines import Job
-from ngpt_train.study.tuning import next_points
-from ngpt_train.verbs.transfer import study_of_sizes
+from ngpt_train.study.definition import read_study
+from ngpt_train.study.points import Runs
 from tests.processes import fork_server, runs
 from tests.processes.studies import SHARED, begin, has_step, trainers, wait_for_no_trainer, wait_until
-from tests.unit.study.small_study import leave
 
 YAML = """\
 arms:
@@ -66,67 +60,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 def started_at(run: Path) -> list[int]:
     return [start["step"] for start in json.loads((run / "run.json").read_text())["starts"]]
-
-
-def transferred(tmp_path: Path, corpus: Path, root: Path) -> tuple[list[str], Study, list[Path]]:
-    """The arguments of a transfer over two widths, its study, and the runs that it still makes: the rates beside the
-    best one of each width have runs already, with losses that no training ends with."""
-    sizes = ["model=ngpt", "transfer.widths=[32,64]", "study.budgets=[51200]", "study.seeds=[0]", "study.max_points=3"]
-    given = [*sizes, *of_text(tmp_path, corpus), f"study.root={root}"]
-    config = load_config(arguments_of("transfer", given))
-    study = read_study(study_of_sizes(config.study, config.transfer, given, []), given)
-    write_study(study)
-    of_study, left = Runs(study), []
-    for arm in study.arms:
-        points = sorted((x for x in next_points(study, of_study.start, {}) if x.arm == arm), key=lambda x: x.values)
-        assert len(points) == 3
-        left.append(study.runs / points[1].directory)
-        for point, loss in ((points[0], 8.0), (points[2], 9.0)):
-            config = of_study.config(point)
-            model, training = replace(config.model, vocab_size=257), replace(config.train, precision="fp32")
-            config = replace(config, model=model, train=training)  # as a run finds them out
-            leave(Job(point, study.runs / point.directory, ()), of_study, {}, loss, config)
-    return given, study, left
-
-
-def test_a_transfer_that_is_killed_and_stopped_gives_the_report_of_one_that_was_not(
-    tmp_path: Path, corpus: Path
-) -> None:
-    """Caught: a report of the runs that had ended when it was stopped; an error after a Ctrl-C; a report that changes
-    with kills."""
-    given, study, (first, second) = transferred(tmp_path, corpus, tmp_path / "killed")
-    report = study.path / "transfer" / "transfer.json"
-    killed = begin("transfer", given)
-    wait_until(killed, has_step(first, 10))
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    wait_for_no_trainer(study.path)
-    assert "study.yaml" in os.listdir(study.path)
-    assert f"process {killed.pid} " in (study.path / "lock").read_text()  # nobody holds it any more
-
-    stopped = begin("transfer", given)
-    wait_until(stopped, has_step(second, 10))
-    stopped.send_signal(signal.SIGINT)
-    said, _ = stopped.communicate(timeout=600)
-    assert stopped.returncode == 0, said
-    assert said.splitlines()[-1].endswith("the others have saved; the same command goes on"), said
-    assert not report.exists()
-
-    finish("transfer", given)
-    for run in (first, second):
-        begun = started_at(run)
-        assert len(begun) == 2
-        assert 10 <= begun[1] < 100
-
-    whole, other, _ = transferred(tmp_path, corpus, tmp_path / "whole")
-    finish("transfer", whole)
-    for run in (first, second):
-        assert runs.numbers(run) == runs.numbers(other.runs / run.name)
-    reports = [json.loads((x.path / "transfer" / "transfer.json").read_text()) for x in (study, other)]
-    assert [x["state"] for x in reports[0]["optima"]] == ["bracketed", "bracketed"]
-    for each in reports:
-        assert "transfer.widths=[32,64]" in each.pop("commands")[0]
-    assert reports[0] == reports[1]
 
 
 @pytest.fixture

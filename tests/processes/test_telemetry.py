@@ -1,39 +1,113 @@
 """Telemetry of runs: on two ranks, in the files of a run, across a restart."""
 
-import json
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
-from tests.processes.launch import launch
-from tests.processes.runs import arguments, numbers, records, run, train
-from tests.processes.telemetry_worker import STEPS
+from ngpt_train.models import build_model, export_weights, load_weights
+from ngpt_train.models.weights import export_gradients
+from ngpt_train.observe.telemetry.collector import Telemetry
+from ngpt_train.training import build_state, train_step
+from ngpt_train.training.state import TrainState
+from ngpt_train.training.step import MicroBatch
+from tests.processes.launch import on_ranks
+from tests.processes.runs import arguments, forked, numbers, records, train
+from tests.properties.architectures import ARCHITECTURES, SMALL
+from tests.properties.runs import run_config, text_like_rows
+from tests.reference import telemetry as reference
+from tests.reference.training import Recipe
 
 NAMES = ["ngpt", "normformer", "powernorm"]
+ROWS, CONTEXT, STEPS = 8, 16, 2
+RECIPE = Recipe(12, 1e-2, 0.9, 0.95, 1e-8, weight_decay=0.0, clip_norm=0.05, warmup_steps=0)
 
 
-def reports(out: Path, parallel: str, ranks: int) -> list[dict[str, Any]]:
-    found = launch("telemetry_worker.py", out, ranks, parallel, *NAMES)
-    return [json.loads(path.read_text()) for path in found]
+class Witness(Telemetry):
+    """Telemetry that also keeps what it was shown, whole."""
+
+    def before_step(self, state: TrainState, micro_batches: Sequence[MicroBatch]) -> None:
+        self.weights = export_weights(state.model)
+        self.statistics = {name: value.clone() for name, value in state.model.statistics().items()}
+        self.row = [part[:1] for part in micro_batches[0]]
+        super().before_step(state, micro_batches)
+
+    def before_update(self, state: TrainState) -> None:
+        self.gradients = export_gradients(state.model)
+        super().before_update(state)
+
+
+def alone(state: TrainState, witness: Witness) -> dict[str, list[float]]:
+    """The attention of this rank's row, by a telemetry of one process whose model has the same weights."""
+    model = build_model(state.config.model)
+    load_weights(model, witness.weights)
+    for name, value in model.statistics().items():
+        value.copy_(witness.statistics[name])
+    config = replace(state.config, parallel=replace(state.config.parallel, kind="single"))
+    one = copy.copy(state)
+    one.model, one.config = model, config
+    one.world = replace(state.world, rank=0, size=1)
+    telemetry = Telemetry(one)
+    telemetry.before_step(one, [witness.row])
+    scores = telemetry._scores
+    numbers = scores.after_update()
+    n = len(numbers.largest)
+    return {
+        place: [float(numbers.largest[i]), float(numbers.summed[i]), float(numbers.summed[n + i])]
+        for i, place in enumerate(scores._largest)
+    }
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    return text_like_rows(ROWS, CONTEXT, SMALL.vocab_size, seed=step)
+
+
+def one_run(name: str, parallel: str) -> dict[str, Any]:
+    options = ["model.statistics=per_rank", "model.psi_warmup_steps=1"] if name == "powernorm" else []
+    config = run_config(
+        name, SMALL, RECIPE, rows=ROWS, context=CONTEXT, micro_rows=2, parallel=parallel, options=options
+    )
+    if parallel == "hsdp":
+        config = replace(config, parallel=replace(config.parallel, shard=2))
+    state = build_state(config)
+    witness = Witness(state)
+    for step in range(STEPS):
+        mine = [part.chunk(state.world.size)[state.world.rank].split(2) for part in batch(step)]
+        train_step(state, list(zip(*mine, strict=True)), observer=witness)
+    records = witness.records()
+    sphere = ARCHITECTURES[name].on_sphere
+    after = export_weights(state.model)
+    return {
+        "records": records,
+        "changes": reference.changes(witness.weights, after, witness.gradients, sphere),
+        "scores": alone(state, witness),
+        "nu": {n: float(x.double().norm()) for n, x in state.model.statistics().items() if n.endswith(".nu")},
+    }
+
+
+def all_runs(parallel: str) -> dict[str, Any]:
+    return {name: one_run(name, parallel) for name in NAMES}
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    (report,) = reports(tmp_path_factory.mktemp("single") / "out", "single", 1)
-    return report
+def single() -> dict[str, Any]:
+    return all_runs("single")
 
 
 @pytest.mark.parametrize(
     ("parallel", "n_ranks"), [("ddp", 2), ("fsdp", 2), pytest.param("hsdp", 4, marks=pytest.mark.slow)]
 )
-def test_on_several_ranks(single: dict[str, Any], parallel: str, n_ranks: int, tmp_path: Path) -> None:
+def test_on_several_ranks(single: dict[str, Any], parallel: str, n_ranks: int) -> None:
     """By brute force on whole weights, and beside one process. Caught: rows of another rank's part of a fused matrix,
     whole vectors that all ranks add, shards that each group adds, a mean of means, the rows of rank 0 alone."""
-    ranks = reports(tmp_path / "out", parallel, n_ranks)
+    ranks = on_ranks(all_runs, n_ranks, parallel)
     for name in NAMES:
         here, *others = (rank[name] for rank in ranks)
-        assert all(here["records"] == other["records"] for other in others)
+        assert all(str(here["records"]) == str(other["records"]) for other in others), "nan included"
         record = here["records"][-1]
         assert [each["step"] for each in here["records"]] == [1, STEPS]
         for key, value in here["changes"].items():
@@ -64,7 +138,7 @@ def test_in_the_files_of_a_run(tmp_path: Path, corpus: Path, monkeypatch: pytest
     whole, parts, plain = (tmp_path / name for name in ("whole", "parts", "plain"))
     with monkeypatch.context() as drawn:
         drawn.setenv("NGPT_TESTS_CURVES", "1")
-        finished = run("train", arguments(whole, corpus, *options))
+        finished = forked("train", arguments(whole, corpus, *options))
     assert finished.returncode == 0, finished.stderr
     train(arguments(parts, corpus, *options, "train.stop_at=7"))
     # As after a kill at step 7: the checkpoint of step 4 is the last one.

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from ngpt_train.__main__ import main
-from ngpt_train.study.audit.again import copy_checkpoint
+from ngpt_train.study.audit.auditing import copy_checkpoint
 from tests.processes.runs import arguments, run, train, write_corpus
 
 TASK = "task: evil\ndataset_path: json\noutput_type: loglikelihood\nprocess_docs: !function evil.docs\n"

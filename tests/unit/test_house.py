@@ -12,7 +12,7 @@ from scripts.mutants import read
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ngpt_train"
-MOST_FLOORS = 18
+MOST_FLOORS = 14
 # Files that share a name. The keys and the model of an architecture are the form of a room.
 SHARED_NAMES = {"__init__", "__main__", "keys", "model"}
 # An operation's kernel has the name of its formula.

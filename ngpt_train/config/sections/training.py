@@ -190,7 +190,7 @@ class TrainConfig:
         yield names, problem, fix
 
     def _cuda_graphs_conflicts(self, layout: str, world_size: int) -> Iterator[Conflict]:
-        """Keys that distributed/cuda_graphs.py does not support."""
+        """Keys that distributed/compilation.py does not support."""
         without = "or train.cuda_graphs=false"
         if self.device == "cpu":
             yield "train.cuda_graphs train.device", "CPUs have no CUDA graphs", f"Set train.device=cuda, {without}"

@@ -6,7 +6,7 @@ import platform
 from functools import partial
 
 from ngpt_train.config.schema import DataConfig
-from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.core.errors import DataError
 from ngpt_train.data.sources.hub import list_hub
 from ngpt_train.data.sources.local_files import LocalText, list_files, list_library, read_library_file
 from ngpt_train.data.sources.readers import read_file
@@ -14,14 +14,13 @@ from ngpt_train.data.sources.source import Source
 
 
 def open_source(data: DataConfig) -> Source:
-    """The source of `data`. Lists files or shards and reads none. Raises ConfigError and DataError."""
+    """The source of `data`. Lists files or shards and reads none. Raises ConfigError (data.repo) and DataError."""
     if data.kind == "embedded":
         settings = {"python": platform.python_version()}
         return Source("embedded", LocalText(read_library_file), settings, list_library())
     if data.on_hub:
         return list_hub(data)
-    if data.path is None:
-        raise ConfigError("data.path=null: data=local needs the file, directory or glob of the text, as data.path=PATH")
+    assert data.path is not None
     reader = LocalText(partial(read_file, text_field=data.text_field))
     held_out = [] if data.val_files is None else list_files(data.val_files, "data.val_files")
     files = [file for file in list_files(data.path) if file not in held_out]

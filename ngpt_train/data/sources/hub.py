@@ -18,7 +18,7 @@ from ngpt_train.config.schema import DataConfig
 from ngpt_train.config.sections.data import is_commit
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import write_atomically
-from ngpt_train.data.hashes import canonical_hash
+from ngpt_train.data.cache_files import canonical_hash
 from ngpt_train.data.sources.hub_client import HubClient, HubFile, endpoint
 from ngpt_train.data.sources.readers import checked_text, no_field, read_file
 from ngpt_train.data.sources.source import EXTENSIONS, FetchError, Shard, Source, extension, text_size

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.core.errors import DataError
-from ngpt_train.data.hashes import FileHashes, canonical_hash
+from ngpt_train.data.cache_files import FileHashes, canonical_hash
 from ngpt_train.data.sources.source import COMPRESSED, EXTENSIONS, Shard, Source, extension, text_size
 
 logger = logging.getLogger(__name__)

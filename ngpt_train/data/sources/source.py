@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ngpt_train.core.errors import DataError
-from ngpt_train.data.hashes import FileHashes
+from ngpt_train.data.cache_files import FileHashes
 
 # Parquet compresses its own pages.
 EXTENSIONS = (".txt", ".txt.gz", ".txt.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")

@@ -18,8 +18,7 @@ from ngpt_train.data.tokenizers.gpt2 import GPT2Tokenizer, gpt2_ranks, parse_ran
 from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from ngpt_train.data.tokenizers.model_files import PINNED, read_file
 from ngpt_train.data.tokenizers.sentence_piece import SentencePieceTokenizer, train_sentencepiece
-from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer
-from ngpt_train.data.tokenizers.words import WordsTokenizer, count_words
+from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer, WordsTokenizer, count_words
 
 # The model file beside tokens and in checkpoints, where `tokenizer.json` is the description.
 MODEL_FILES = {

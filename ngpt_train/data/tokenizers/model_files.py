@@ -9,6 +9,7 @@ import hashlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
@@ -18,10 +19,6 @@ from ngpt_train.core.files import read_whole
 
 DOWNLOAD_SECONDS = 30.0
 Result = TypeVar("Result")
-
-
-class DownloadError(Exception):
-    """A download has failed. The message is the reason."""
 
 
 def read_file(path: str) -> bytes:
@@ -41,8 +38,8 @@ def package_file(package: str, name: str) -> Path | None:
     return None
 
 
-def within_deadline(download: Callable[[], Result]) -> Result:
-    """The result of `download`. Raises DownloadError if it fails or takes longer than DOWNLOAD_SECONDS.
+def within_deadline(download: Callable[[], Result], message: Callable[[str], str]) -> Result:
+    """The result of `download`. If it fails or takes longer than DOWNLOAD_SECONDS, raises DataError(message(reason)).
 
     tiktoken's requests and the hub's retries would go on for longer than a user waits.
     """
@@ -60,7 +57,7 @@ def within_deadline(download: Callable[[], Result]) -> Result:
     thread.start()
     thread.join(DOWNLOAD_SECONDS)
     if not result:
-        raise DownloadError(problem)
+        raise DataError(message(problem))
     return result[0]
 
 
@@ -106,23 +103,13 @@ def _download(kind: str, copy: tuple[str, str, str], otherwise: str) -> bytes:
             get_session().head(hf_hub_url(repository, name, revision=revision))
         return Path(hf_hub_download(repository, name, revision=revision)).read_bytes()
 
-    try:
-        return within_deadline(download)
-    except DownloadError as error:
-        raise DataError(
-            f"tokenizer={kind}: {name} cannot be downloaded from the hub ({repository}: {error}). Copy the file here "
+    return within_deadline(
+        download,
+        lambda reason: (
+            f"tokenizer={kind}: {name} cannot be downloaded from the hub ({repository}: {reason}). Copy the file here "
             f"and set tokenizer.path=FILE, or choose {otherwise}"
-        ) from None
-
-
-def _llama2() -> bytes:
-    return _download(
-        "llama2", LLAMA2_COPY, "tokenizer=mistral32k, or tokenizer=sentencepiece, which is trained on your text"
+        ),
     )
-
-
-def _t5() -> bytes:
-    return _download("t5", T5_COPY, "another tokenizer")
 
 
 def _mistral32k() -> bytes:
@@ -135,6 +122,10 @@ def _mistral32k() -> bytes:
     return path.read_bytes()
 
 
+_llama2 = partial(
+    _download, "llama2", LLAMA2_COPY, "tokenizer=mistral32k, or tokenizer=sentencepiece, which is trained on your text"
+)
+_t5 = partial(_download, "t5", T5_COPY, "another tokenizer")
 PINNED = {
     pinned.name: pinned
     for pinned in (

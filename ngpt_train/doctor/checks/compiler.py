@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ngpt_train.config.schema import Config
-from ngpt_train.distributed.compile_cache import VARIABLES
+from ngpt_train.distributed.compilation import VARIABLES
 from ngpt_train.distributed.layouts import resolve_compile
 from ngpt_train.distributed.world import resolve_device
 from ngpt_train.doctor.bounded import Report, first_line

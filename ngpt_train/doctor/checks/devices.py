@@ -1,17 +1,19 @@
-"""The GPUs: their number, abilities, health and other users, and a test calculation."""
+"""The GPUs: their number, abilities, health and other users, a test calculation, and the run's kernels on them."""
 
 import csv
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ngpt_train.config.schema import Config
+from ngpt_train.distributed.first_contact import first_contact
 from ngpt_train.distributed.layouts import resolve_precision
-from ngpt_train.distributed.world import resolve_device
+from ngpt_train.distributed.world import World, resolve_device
 from ngpt_train.doctor.bounded import Report, first_line
 from ngpt_train.doctor.findings import (
     CONFIG,
@@ -27,6 +29,7 @@ from ngpt_train.doctor.findings import (
     unchecked,
 )
 from ngpt_train.kernels import attention, dispatch, flash
+from ngpt_train.training.feed import resolve_micro_rows
 
 SMI_SECONDS = 10
 # nvidia-smi's fields, by our names. They differ between drivers.
@@ -47,6 +50,7 @@ TYPE = "the device type"
 ALIKE = dict.fromkeys((TYPE, "the GPU", "the GPU's memory"), "use like machines for one run")
 ALIKE["the driver"] = "install the same driver on all hosts"
 BF16 = (8, 0)  # compute capability of the oldest GPUs with bf16: Ampere
+KERNEL_REMEDY = "update torch, triton or the driver, and tell the authors; until then plain PyTorch runs in its place"
 MOST_OF_MEMORY = 0.92  # the share for a plan; driver, NCCL and fragments need the rest
 
 
@@ -255,3 +259,30 @@ def _kernels(config: Config, answer: Answer) -> Iterator[Finding]:
         verdict = WRONG if config.kernels.attention == "flash_attn" else OK
         found = f"not used: {first_line(facts['no_flash'])}"
         yield Finding("flash-attn", found, verdict, "set kernels.attention=auto")
+
+
+def look_at_kernels(config: Config, place: Place, vocabulary: int, report: Report) -> None:
+    """Checks the run's kernels on the model's own shapes, as `train` does before its first step, on the first rank of
+    each host. `train` reuses the result, from data.cache."""
+    device = resolve_device(config.train.device, place.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    micro_rows = resolve_micro_rows(config, place.size)
+    config = replace(config, model=replace(config.model, vocab_size=vocabulary))
+    contact = first_contact(config, World(0, 1, place.local_rank, device), micro_rows)
+    if contact is not None:
+        report(off=contact.off, slower=contact.slower, calls=len(contact.calls), name=contact.device)
+
+
+def judge_kernels(answer: Answer) -> Iterator[Finding]:
+    """The kernels of one host. A kernel that is off here is off on all hosts."""
+    facts = answer.facts
+    if answer.refusal:
+        yield Finding("kernels", answer.refusal, WRONG, "choose what runs here, as it says", code=CONFIG)
+    elif answer.problem:
+        yield unchecked("kernels", answer.problem, "`train` checks them again; kernels=torch does without them")
+    for name, problem in facts.get("off", {}).items():
+        yield Finding("kernels", f"{name} is off: {problem}", WARNING, KERNEL_REMEDY)
+    if "off" in facts and not facts["off"]:
+        slower = f"; plain PyTorch is faster than {', '.join(facts['slower'])}" if facts["slower"] else ""
+        yield Finding("kernels", f"right on {facts['name']}, in {facts['calls']} calls of this model{slower}")

@@ -14,11 +14,11 @@ from ngpt_train.config.schema import Config, DataConfig
 from ngpt_train.config.sections.data import mixture_of
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data import open_dataset
+from ngpt_train.data.dataset import Tokens
 from ngpt_train.data.sources import open_source
 from ngpt_train.data.sources.hub import HubText
 from ngpt_train.data.sources.hub_client import HubClient
 from ngpt_train.data.sources.source import Shard, Source
-from ngpt_train.data.token_sequence import Tokens
 from ngpt_train.data.tokenizers import load_tokenizer
 from ngpt_train.doctor.bounded import Report, first_line
 from ngpt_train.doctor.findings import (
@@ -33,7 +33,7 @@ from ngpt_train.doctor.findings import (
     of_each,
     unchecked,
 )
-from ngpt_train.training.provenance import initial_checkpoint
+from ngpt_train.training.run_directory import initial_checkpoint
 
 MOST_OPENED = 500  # files, spread over all of them
 HUB_SECONDS = 9.0  # limit of each request to the hub

@@ -12,10 +12,10 @@ import ngpt_train
 from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import to_dict
 from ngpt_train.config.validate import flatten
+from ngpt_train.core.checkout import git_commit
 from ngpt_train.core.secrets import redacted
 from ngpt_train.doctor.bounded import Report
 from ngpt_train.doctor.findings import WARNING, WRONG, Answer, Finding, differences, different, unchecked
-from ngpt_train.training.provenance import git_commit
 
 # A difference in one of these changes numbers, or breaks collectives.
 MUST_AGREE = {

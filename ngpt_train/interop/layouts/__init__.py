@@ -1,1 +1,23 @@
 """Layouts: a file for each program that reads a model."""
+
+from ngpt_train.config.keys import AUTO
+from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.core.errors import ConfigError
+from ngpt_train.interop.layouts.layout import Layout
+from ngpt_train.interop.layouts.llama import LlamaLayout, Qwen3Layout
+from ngpt_train.interop.layouts.ngpt import NGPTLayout
+
+# In the order of export.layout=auto: the last one can hold any model.
+_LAYOUTS: tuple[Layout, ...] = (LlamaLayout(), Qwen3Layout(), NGPTLayout(), Layout())
+LAYOUTS = {layout.name: layout for layout in _LAYOUTS}
+
+
+def chosen_layout(name: str, config: ModelConfig) -> Layout:
+    """The layout of export.layout=NAME; for auto the first one that can hold the model. Raises ConfigError if it
+    cannot."""
+    fitting = next(layout for layout in LAYOUTS.values() if layout.refusal(config) is None)
+    if name == AUTO:
+        return fitting
+    if problem := LAYOUTS[name].refusal(config):
+        raise ConfigError(f"export.layout={name}: {problem}\n  Set export.layout={fitting.name}, or leave it out")
+    return LAYOUTS[name]

@@ -1,38 +1,46 @@
-"""Layouts: files of a model for other programs."""
+"""The base of all layouts, and the checks that foreign keys and weights make a model."""
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
-from ngpt_train.config.keys import AUTO
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.core.errors import ConfigError
-from ngpt_train.interop.layouts.llama import LlamaLayout, Qwen3Layout
-from ngpt_train.interop.layouts.ngpt import NGPTLayout
-from ngpt_train.interop.layouts.plain import SafetensorsLayout
+from ngpt_train.config.schema import Config, build, schema_keys
+from ngpt_train.config.stored import to_dict
+from ngpt_train.config.validate import check_leaf, report_together
+from ngpt_train.core.errors import DataError
+from ngpt_train.models import build_model
+from ngpt_train.models.decoder import Decoder
+from ngpt_train.models.weights import canonical, named_weights
+
+NOTE = "ngpt_train"  # our own entry of config.json; transformers ignores it
+Keys = TypeVar("Keys", bound=ModelConfig)
 
 
-class Layout(Protocol):
-    """Writes and reads the files of one kind of program."""
+class Layout:
+    """Writes and reads the files of one kind of program. This one: safetensors under canonical names (docs/weights.md)
+    of any architecture, with read_weights.py, which needs only numpy."""
 
-    name: str
-    """The value of export.layout: llama, qwen3, ngpt, safetensors."""
-    for_transformers: bool
-    """transformers loads the model; otherwise read_weights.py does."""
+    name = "safetensors"  # the value of export.layout
+    for_transformers = False  # transformers loads the model; otherwise read_weights.py does
+    files: tuple[Path, ...] = (Path(__file__).with_name("read_weights.py"),)  # Python files for the directory
 
     def refusal(self, config: ModelConfig) -> str | None:
         """The key, and why this layout cannot hold the model; None if it can."""
-        ...
+        return None
 
     def config_json(self, config: ModelConfig) -> dict[str, Any]:
-        """config.json of transformers, without token ids and dtype."""
-        ...
+        """config.json, without token ids, dtype and the layout's name."""
+        return {NOTE: {"model": to_dict(Config(model=config))["model"]}}
 
     def to_foreign(self, weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-        """Takes canonical names (docs/weights.md), returns the program's names. Values keep their dtype."""
-        ...
+        """Takes canonical names, returns the program's names. Values keep their dtype."""
+        return {name: weight.contiguous() for name, weight in weights.items()}
 
     def from_foreign(
         self, config_json: Mapping[str, Any], weights: Mapping[str, Tensor]
@@ -41,29 +49,68 @@ class Layout(Protocol):
 
         Raises ConfigError or DataError if keys or weights do not fit.
         """
-        ...
-
-    def files(self) -> list[Path]:
-        """Python files for the directory: a modeling file, or read_weights.py."""
-        ...
-
-
-# In the order of export.layout=auto.
-_LAYOUTS: tuple[Layout, ...] = (LlamaLayout(), Qwen3Layout(), NGPTLayout(), SafetensorsLayout())
-LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in _LAYOUTS}
+        keys = config_json[NOTE].get("model")
+        if not isinstance(keys, dict):
+            raise DataError(
+                f"config.json: {NOTE}.model is missing: it holds the keys of model.*. Export the model again"
+            )
+        return keys, dict(weights)
 
 
-def layout_of(config: ModelConfig) -> Layout:
-    """The layout of export.layout=auto: the first one that can hold the model."""
-    return next(layout for layout in LAYOUTS.values() if layout.refusal(config) is None)
+def checked_config(keys: Mapping[str, Any], schema: type[Keys], place: str) -> Keys:
+    """The config with these model.* keys, by dotted names without `model.`.
+
+    Raises ConfigError with the key and `place` for an unknown key, a wrong value, and values that exclude each other.
+    """
+    values = {f"model.{name}": value for name, value in keys.items()}
+    for name, value in values.items():
+        check_leaf(name, value, schema_keys(schema), place)
+    config = build(values, schema)
+    model = config.model
+    assert isinstance(model, schema)
+    model.n_kv_heads = model.n_heads if model.n_kv_heads is None else model.n_kv_heads
+    for conflict in model.shape_conflicts():
+        raise report_together(config, conflict, {})
+    return model
 
 
-def chosen_layout(name: str, config: ModelConfig) -> Layout:
-    """The layout of export.layout=NAME. Raises ConfigError if it cannot hold the model."""
-    if name == AUTO:
-        return layout_of(config)
-    if problem := LAYOUTS[name].refusal(config):
-        raise ConfigError(
-            f"export.layout={name}: {problem}\n  Set export.layout={layout_of(config).name}, or leave it out"
-        )
-    return LAYOUTS[name]
+def empty_model(config: ModelConfig, found: Mapping[str, Tensor]) -> Decoder:
+    """The config's model without values, on the device meta.
+
+    Raises DataError if the tensors `found` are fewer than the blocks: a forged config would take all memory.
+    """
+    check_layers(config.n_layers, found)
+    with torch.device("meta"):
+        return build_model(config)
+
+
+def shapes_of(model: Decoder) -> dict[str, tuple[int, ...]]:
+    """The shape of each weight, by canonical name."""
+    return {
+        canonical(path): (rows, *parameter.shape[1:])
+        for parameter, parts in named_weights(model)
+        for path, rows in parts.items()
+    }
+
+
+def check_layers(n_layers: int, found: Mapping[str, Tensor]) -> None:
+    if n_layers > len(found):
+        raise DataError(f"a model of {n_layers:,} layers, but there are {len(found):,} tensors")
+
+
+def check_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Sequence[int]], where: str) -> None:
+    """Raises DataError with every tensor that is missing or unknown, or has another shape or an integer dtype."""
+    problems = [f"missing: {name} {tuple(shape)}" for name, shape in wanted.items() if name not in found]
+    problems += [
+        f"unknown: {name} {tuple(x.shape)}" + (", and the model has no biases" if name.endswith(".bias") else "")
+        for name, x in found.items()
+        if name not in wanted
+    ]
+    for name, x in found.items():
+        if name in wanted and tuple(x.shape) != tuple(wanted[name]):
+            problems.append(f"{name} has shape {tuple(x.shape)}, and should have {tuple(wanted[name])}")
+        elif name in wanted and not x.is_floating_point():
+            problems.append(f"{name} has dtype {x.dtype}, and should have a floating-point one")
+    if problems:
+        shown = problems[:20] + ([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])
+        raise DataError("\n  ".join([f"{where}: these tensors do not make the model", *shown]))

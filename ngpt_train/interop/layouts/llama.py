@@ -6,24 +6,20 @@ Both have GPT's equations, but store two things differently. W_o and W_down are 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import DataError
-from ngpt_train.interop.fit import check_tensors, shapes_of
-from ngpt_train.interop.layouts.llama_config import NOTE, model_keys
+from ngpt_train.interop.layouts.layout import NOTE, Layout, check_tensors, empty_model, shapes_of
 from ngpt_train.models.gpt.keys import GPTConfig
 
-OF_MODEL = {
-    "embedding": "model.embed_tokens.weight",
-    "norm_final": "model.norm.weight",
-    "output": "lm_head.weight",
-}
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 OF_LAYER = {
     "wq": "self_attn.q_proj.weight",
     "wk": "self_attn.k_proj.weight",
@@ -40,13 +36,30 @@ OF_LAYER = {
 TRANSPOSED = ("wo", "w_down")
 ROTATED = ("wq", "wk", "q_norm", "k_norm")  # RoPE pairs their rows
 INV_FREQ = "rotary_emb.inv_freq"  # a table of RoPE's frequencies in old files; rope_theta gives it too
+ACTIVATIONS = ("silu", "gelu")  # GPT and transformers both mean the exact GELU
+# Keys that have a single value in GPT, and every way to write this value.
+FIXED: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "partial_rotary_factor": (1, None),
+    "pretraining_tp": (1, None),
+    "quantization_config": (None,),
+}
+# transformers' defaults for missing keys, by model_type, if they differ from GPT's.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+}
+ALSO = {"mistral": "llama"}  # model_type -> the layout with the same equations and names
 
 
-class LlamaLayout:
+class LlamaLayout(Layout):
     """GPT without QK-norm: LlamaForCausalLM."""
 
     name = "llama"
     for_transformers = True
+    files = ()
     model_type = "llama"
     architecture = "LlamaForCausalLM"
     qk_norm = False
@@ -83,7 +96,7 @@ class LlamaLayout:
             "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
             "rope_theta": config.rope_base,  # for transformers before 5
             **({"use_sliding_window": False, "sliding_window": None} if self.qk_norm else {"mlp_bias": False}),
-            NOTE: {"layout": self.name, "rope_layout": config.rope_layout},
+            NOTE: {"rope_layout": config.rope_layout},
         }
 
     def to_foreign(self, weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -95,23 +108,18 @@ class LlamaLayout:
         keys = model_keys(config_json, self.model_type, self.qk_norm)
         config = GPTConfig(**keys)
         weights = {name: value for name, value in weights.items() if not name.endswith(INV_FREQ)}
-        if config.tied_embeddings and OF_MODEL["output"] in weights:
-            output = weights.pop(OF_MODEL["output"])
-            if not torch.equal(output, weights.get(OF_MODEL["embedding"], output[:0])):
-                raise DataError(
-                    f"config.json: tie_word_embeddings=true, but {OF_MODEL['output']} is not {OF_MODEL['embedding']}. "
-                    "Set tie_word_embeddings to false"
-                )
-        shapes, places = shapes_of(config, weights), names(config)
+        if config.tied_embeddings and OUTPUT in weights:
+            output = weights.pop(OUTPUT)
+            if not torch.equal(output, weights.get(EMBEDDING, output[:0])):
+                problem = f"tie_word_embeddings=true, but {OUTPUT} is not {EMBEDDING}"
+                raise DataError(f"config.json: {problem}. Set tie_word_embeddings to false")
+        shapes, places = shapes_of(empty_model(config, weights)), names(config)
         wanted = {
             place: shapes[name][::-1] if name.rpartition(".")[2] in TRANSPOSED else shapes[name]
             for name, place in places.items()
         }
         check_tensors(weights, wanted, "the weights beside config.json")
         return keys, {name: _stored(name, weights[place], config, to_interleaved) for name, place in places.items()}
-
-    def files(self) -> list[Path]:
-        return []
 
 
 class Qwen3Layout(LlamaLayout):
@@ -123,15 +131,16 @@ class Qwen3Layout(LlamaLayout):
     qk_norm = True
 
 
-def names(config: GPTConfig | ModelConfig) -> dict[str, str]:
+def names(config: ModelConfig) -> dict[str, str]:
     """Llama's name for each canonical name."""
     assert isinstance(config, GPTConfig)
-    parts = [part for part in OF_LAYER if config.qk_norm or not part.endswith("_norm")]
-    layers = {
-        f"layers.{i}.{part}": f"model.layers.{i}.{OF_LAYER[part]}" for i in range(config.n_layers) for part in parts
-    }
-    first, *rest = OF_MODEL.items()
-    return {**dict([first]), **layers, **{a: b for a, b in rest if a != "output" or not config.tied_embeddings}}
+    found = {"embedding": EMBEDDING}
+    for i in range(config.n_layers):
+        for part, place in OF_LAYER.items():
+            if config.qk_norm or part not in ("q_norm", "k_norm"):
+                found[f"layers.{i}.{part}"] = f"model.layers.{i}.{place}"
+    found["norm_final"] = "model.norm.weight"
+    return found if config.tied_embeddings else {**found, "output": OUTPUT}
 
 
 def _stored(name: str, weight: Tensor, config: ModelConfig, reorder: Callable[[Tensor, int], Tensor]) -> Tensor:
@@ -150,3 +159,151 @@ def to_half(rows: Tensor, d_head: int) -> Tensor:
 def to_interleaved(rows: Tensor, d_head: int) -> Tensor:
     """The inverse of `to_half`."""
     return rows.unflatten(0, (-1, 2, d_head // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def model_keys(config_json: Mapping[str, Any], model_type: str, qk_norm: bool) -> dict[str, Any]:
+    """The keys of model=gpt. Raises DataError with the key, its value and the allowed values."""
+    found = config_json.get("model_type")
+    if not isinstance(found, str) or ALSO.get(found, found) != model_type:
+        raise refused(config_json, "model_type", f"this layout reads {model_type}")
+    config_json = {**DEFAULTS[found], **config_json}
+    for key, allowed in FIXED.items():
+        if config_json.get(key) not in allowed:
+            raise refused(config_json, key, f"GPT has {show(allowed[0])} alone")
+    if config_json.get("sliding_window") is not None and config_json.get("use_sliding_window", True):
+        raise refused(config_json, "sliding_window", "GPT attends to all earlier tokens, null alone")
+    if any(kind != "full_attention" for kind in config_json.get("layer_types") or []):
+        raise refused(config_json, "layer_types", "GPT has full_attention alone")
+    activation = config_json.get("hidden_act", "silu")
+    if activation not in ACTIVATIONS:
+        raise refused(config_json, "hidden_act", f"GPT has {' and '.join(ACTIVATIONS)}")
+    d_model, n_heads = (integer(config_json, key) for key in ("hidden_size", "num_attention_heads"))
+    if d_model % n_heads or (d_model // n_heads) % 2:
+        raise refused(config_json, "num_attention_heads", f"hidden_size={d_model} has no such heads of an even width")
+    n_kv_heads = config_json.get("num_key_value_heads") or n_heads
+    if type(n_kv_heads) is not int or n_kv_heads < 1 or n_heads % n_kv_heads:
+        raise refused(config_json, "num_key_value_heads", f"a divisor of num_attention_heads={n_heads}")
+    if (config_json.get("head_dim") or d_model // n_heads) != d_model // n_heads:
+        width = f"GPT has hidden_size / num_attention_heads, {d_model // n_heads}, alone"
+        raise refused(config_json, "head_dim", width)
+    tied = config_json.get("tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        raise refused(config_json, "tie_word_embeddings", "true or false")
+    return {
+        "name": "gpt",
+        "d_model": d_model,
+        "n_layers": integer(config_json, "num_hidden_layers"),
+        "n_heads": n_heads,
+        "n_kv_heads": n_kv_heads,
+        "d_mlp": integer(config_json, "intermediate_size"),
+        "vocab_size": integer(config_json, "vocab_size"),
+        "context": integer(config_json, "max_position_embeddings"),
+        "tied_embeddings": tied,
+        "rope_base": rope_base(config_json),
+        "rope_layout": rope_layout(config_json),
+        "norm_eps": number(config_json, "rms_norm_eps", 1e-6),
+        "qk_norm": qk_norm,
+        "mlp": "gated",
+        "activation": activation,
+    }
+
+
+def rope_base(config_json: Mapping[str, Any]) -> float:
+    """The base of RoPE's angles, from rope_parameters (transformers 5) or rope_theta and rope_scaling (before)."""
+    for key in ("rope_parameters", "rope_scaling"):
+        entry = config_json.get(key)
+        if entry is None:
+            continue
+        if not isinstance(entry, dict):
+            raise refused(config_json, key, "an object, or null")
+        kind = entry.get("rope_type", entry.get("type", "default"))
+        if kind != "default":
+            raise refused(config_json, key, "GPT does not scale its angles, rope_type=default alone")
+        if entry.get("partial_rotary_factor", 1) != 1:
+            raise refused(config_json, key, "GPT turns whole heads, partial_rotary_factor=1 alone")
+        if "rope_theta" in entry:
+            return number(entry, "rope_theta")
+    return number(config_json, "rope_theta", 10000.0)
+
+
+def rope_layout(config_json: Mapping[str, Any]) -> str:
+    """model.rope_layout of the exported run, from our own entry; without one `half`."""
+    note = config_json.get(NOTE)
+    found = note.get("rope_layout", "half") if isinstance(note, dict) else "half"
+    if found not in ("half", "interleaved"):
+        raise DataError(f"config.json: {NOTE}.rope_layout={show(found)}: half or interleaved")
+    return str(found)
+
+
+def integer(config_json: Mapping[str, Any], key: str) -> int:
+    value = config_json.get(key)
+    if type(value) is not int or not 1 <= value <= 10_000_000:
+        raise refused(config_json, key, "a whole number from 1 to 10,000,000")
+    return value
+
+
+def number(config_json: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = config_json.get(key, default)
+    if type(value) not in (int, float) or not 0 < value <= 1e12:
+        raise refused(config_json, key, "a number above 0, at most 1e12")
+    return float(value)
+
+
+def refused(config_json: Mapping[str, Any], key: str, allowed: str) -> DataError:
+    """The error for an entry of config.json. allowed: its allowed values, in words."""
+    return DataError(f"config.json: {key}={show(config_json.get(key))}: {allowed}. This model cannot be imported")
+
+
+def show(value: Any) -> str:
+    """The value as JSON, cut to 200 characters."""
+    text = json.dumps(value)
+    return text if len(text) <= 200 else f"{text[:200]} ..."
+
+
+def logits_of_transformers(weights: Mapping[str, Tensor], config: GPTConfig, tokens: Tensor) -> Tensor:
+    """GPT's logits `(B, T, V)` of tokens `(B, T)` in transformers' order of operations, in fp32 on a CPU.
+
+    Our own forward pass computes RoPE's angles in fp64 and several matrices in one product; transformers computes the
+    angles in fp32 and one product for each matrix. Their roundings differ, and could hide a small mistake of an export.
+    This function rounds as transformers does, so its difference to an exported model is 0. weights: by canonical name,
+    fp32. It copies one layer at a time.
+    """
+    n_kv_heads, d_head = config.n_kv_heads or config.n_heads, config.d_model // config.n_heads
+    cos, sin = angles(tokens.shape[1], d_head, config.rope_base)
+    act = F.silu if config.activation == "silu" else F.gelu
+
+    def in_pairs(rows: Tensor) -> Tensor:
+        return to_half(rows, d_head) if config.rope_layout == "interleaved" else rows
+
+    def norm(x: Tensor, gain: str) -> Tensor:
+        return weights[gain] * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.norm_eps))
+
+    h = F.embedding(tokens, weights["embedding"])  # (B, T, d_model)
+    for layer in (f"layers.{i}" for i in range(config.n_layers)):
+
+        def heads(x: Tensor, name: str, layer: str = layer) -> Tensor:
+            w = weights[f"{layer}.w{name}"]
+            x = F.linear(x, in_pairs(w) if name != "v" else w).unflatten(-1, (-1, d_head))
+            if config.qk_norm and name != "v":
+                gain = in_pairs(weights[f"{layer}.{name}_norm"])
+                x = gain * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.norm_eps))
+            x = x.transpose(1, 2)  # (B, H, T, D)
+            return x if name == "v" else x * cos + torch.cat((-x[..., d_head // 2 :], x[..., : d_head // 2]), -1) * sin
+
+        x = norm(h, f"{layer}.norm_attn")
+        q, k, v = (heads(x, name) for name in "qkv")
+        grouped = n_kv_heads < config.n_heads
+        x = F.scaled_dot_product_attention(q, k, v, is_causal=len(x[0]) > 1, scale=d_head**-0.5, enable_gqa=grouped)
+        h = h + F.linear(x.transpose(1, 2).flatten(2), weights[f"{layer}.wo"].T.contiguous())
+        x = norm(h, f"{layer}.norm_mlp")
+        hidden = act(F.linear(x, weights[f"{layer}.w_v"])) * F.linear(x, weights[f"{layer}.w_u"])
+        h = h + F.linear(hidden, weights[f"{layer}.w_down"].T.contiguous())
+    return F.linear(norm(h, "norm_final"), weights["embedding" if config.tied_embeddings else "output"])
+
+
+def angles(length: int, d_head: int, base: float) -> tuple[Tensor, Tensor]:
+    """cos and sin `(T, d_head)` of the angles in fp32; the second half repeats the first."""
+    frequencies = 1.0 / (base ** (torch.arange(0, d_head, 2, dtype=torch.float) / d_head))
+    turned = torch.arange(length)[:, None].float() * frequencies
+    both = torch.cat((turned, turned), -1)
+    return both.cos(), both.sin()

@@ -1,4 +1,4 @@
-"""Checks kernels, in a process that `children.py` starts: a kernel may crash it, hang, or leave its GPU unusable.
+"""Checks kernels, in a process of `kernel_findings.py`: a kernel may crash it, hang, or leave its GPU unusable.
 
 Its argument is a request, as JSON. To its standard output it writes lines of JSON: before each piece of work {"at": n,
 "doing": "check" or "times"}, and after it {"at": n, ...} with the keys of `Finding`. A timer ends the process if a
@@ -25,9 +25,8 @@ import torch
 from ngpt_train.core.launcher import die_with_parent
 from ngpt_train.kernels import attention, dispatch
 from ngpt_train.kernels.check.calls import Call
-from ngpt_train.kernels.check.cases import OF_ATTENTION, errors_of_call
-from ngpt_train.kernels.check.children import UNUSABLE
-from ngpt_train.kernels.check.timing import times_of_call
+from ngpt_train.kernels.check.cases import OF_ATTENTION, errors_of_call, times_of_call
+from ngpt_train.kernels.check.kernel_findings import UNUSABLE
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Inputs for a recorded call, and its formula.
+"""Inputs for a recorded call, the same each time, and its formula.
 
 Widths, strides, dtypes and options are the call's. Rows are fewer where all would need too much memory: a kernel treats
 all rows alike.
@@ -6,6 +6,7 @@ all rows alike.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 
 import torch
@@ -13,17 +14,73 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ngpt_train.core.constants import IGNORED
-from ngpt_train.kernels import adam, cross_entropy, rotary, sphere_step, swiglu
+from ngpt_train.kernels import adam, attention, cross_entropy, dispatch, rotary, sphere_step, swiglu
+from ngpt_train.kernels.attention import Mask, Packed
 from ngpt_train.kernels.check.calls import Call
-from ngpt_train.kernels.check.deviation import MATRIX_TOLERANCE, VECTOR_TOLERANCE, Comparison, Error, Inputs, Operation
-from ngpt_train.kernels.check.draw import Draw
-from ngpt_train.kernels.check.of_attention import AttentionCase
+from ngpt_train.kernels.check.formula_comparison import (
+    MATRIX_TOLERANCE,
+    VECTOR_TOLERANCE,
+    Comparison,
+    Error,
+    Inputs,
+    Operation,
+    copied,
+    error_of,
+    errors_of,
+    gradients_of,
+    seconds_of,
+)
 from ngpt_train.kernels.sphere_step import HiddenState
 
 MOST_ELEMENTS = 2**27  # of an input: 0.5 GB in fp32; the formula in fp64 takes an eighth at a time
 OF_ATTENTION = ("attention", "attention of documents")
 HEAD_TOKENS = cross_entropy.GPU_ROWS + 1024  # of the loss: two chunks of the kernel
 PART = 512  # tokens whose logits in fp64 the formula holds at once
+ROOM = 64  # boundaries of documents for each row, most of them of empty ones, as in training
+# Kernels round inputs, outputs, probabilities and the gradients of probabilities to the activations' dtype.
+ROUNDINGS = 4
+POISONED = 2**28  # bytes of memory that are NaN before the kernel asks for new memory
+# Of times: measurements, and the operations inside of blocks. Where blocks are compiled, plain PyTorch is compiled for
+# the comparison.
+ROUNDS = 5
+IN_BLOCKS = ("sphere_step", "swiglu", "rotary")
+
+
+class Draw:
+    """Draws in fp32 on `device`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(0)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, device=self.device)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator, device=self.device)
+
+    def integers(self, below: int, *shape: int) -> Tensor:
+        return torch.randint(below, shape, generator=self.generator, device=self.device)
+
+    def vector(self, size: int, around: float) -> Tensor:
+        """A learned scale `(size,)`."""
+        return (around * (1 + 0.3 * self.normal(size))).requires_grad_()
+
+    def activations(
+        self, shape: tuple[int, ...], dtype: str, stride: tuple[int, ...] | None, size: float = 1.0
+    ) -> Tensor:
+        """Values of about `size` that get a gradient. dtype: such as "bfloat16"; stride: None is contiguous."""
+        values = (size * self.normal(*shape)).to(getattr(torch, dtype))
+        if stride is not None:
+            values = torch.empty_strided(shape, stride, dtype=values.dtype, device=self.device).copy_(values)
+        return values.requires_grad_()
+
+    def angles(self, T: int, D: int) -> tuple[Tensor, Tensor]:
+        """cos and sin `(T, 1, D/2)` of rotary positions."""
+        pairs = torch.arange(0, D, 2, device=self.device, dtype=torch.float64)
+        places = torch.arange(T, device=self.device, dtype=torch.float64)
+        angles = torch.outer(places, 10_000 ** (-pairs / D))[:, None]
+        return angles.cos().float(), angles.sin().float()
 
 
 def case_of(call: Call, device: torch.device, kernels: bool = True, every_token: bool = False) -> Comparison:
@@ -39,8 +96,9 @@ def case_of(call: Call, device: torch.device, kernels: bool = True, every_token:
 def errors_of_call(call: Call, device: torch.device) -> dict[str, Error]:
     """The errors of a call beside the formula, by the names of outputs and gradients."""
     if call.kernel in OF_ATTENTION:
-        return AttentionCase(call, Draw(device)).errors()
-    return case_of(call, device).errors()
+        return errors_of_attention(call, Draw(device))
+    case = case_of(call, device)
+    return errors_of(case, case.draw())
 
 
 def sphere_step_case(call: Call, draw: Draw, kernels: bool) -> Comparison:
@@ -197,3 +255,101 @@ def fitting(shape: tuple[int, ...]) -> tuple[int, ...]:
     if of_one <= MOST_ELEMENTS or len(rest) < 2:
         return (max(1, MOST_ELEMENTS // of_one), *rest)
     return (1, *fitting(tuple(rest)))
+
+
+def times_of_call(call: Call, device: torch.device, compiled: bool) -> tuple[float, float]:
+    """Microseconds of the kernel, and of plain PyTorch in its place, for one call: medians of measurements in turn.
+
+    compiled: True if the model's blocks are compiled.
+    """
+    case = case_of(call, device, every_token=True)
+    ours = case.timed or case.ours
+    inputs = case.draw()
+    rows = [copied(tensor) for tensor in inputs.rows]  # Adam writes to them
+
+    def passes(operation: Operation) -> None:
+        arguments: list[Tensor] = [*rows, *inputs.shared]
+        gradients_of(operation(*arguments), arguments, inputs.gradients)
+
+    instead = torch.compile(ours, dynamic=False) if compiled and call.kernel in IN_BLOCKS else ours
+    runs = {"triton": lambda: passes(ours), "torch": lambda: passes(instead)}
+    found: dict[str, list[float]] = {"triton": [], "torch": []}
+    for number in range(1 + (ROUNDS if device.type == "cuda" else 1)):
+        for kernels, run in runs.items():
+            with dispatch.chosen(kernels):
+                seconds = seconds_of(run, device)
+            if number:  # the first compiles
+                found[kernels].append(seconds)
+    kernel, plain = (1e6 * statistics.median(seconds) for seconds in found.values())
+    return kernel, plain
+
+
+def errors_of_attention(call: Call, draw: Draw) -> dict[str, Error]:
+    """The errors of the output and of the gradients of q, k and v, by name.
+
+    All of a call runs. The first and the last head of the first and the last row are compared with softmax(scale q k^T)
+    v written out, which does not fit into memory for all.
+    """
+    B, T, H, D = call.shape
+    S, H_kv = call["keys"]
+    dtype, scale = getattr(torch, call.dtype), call["scale"]
+    # nGPT's unit vectors have the scale sqrt(D), others 1/sqrt(D): scores of about 1 for both.
+    size = (scale * D**0.5) ** -0.5
+    q, k, v = (
+        (width * draw.normal(B, length, heads, D)).to(dtype).requires_grad_()
+        for width, length, heads in ((size, T, H), (size, S, H_kv), (1.0, S, H_kv))
+    )
+    dy = draw.normal(B, T, H, D).to(dtype)
+    mask, visible = masks_of(call, draw)
+    if draw.device.type == "cuda":
+        # Deterministic mode, which would fill new memory with NaN, lets torch choose another kernel.
+        del_soon = torch.full((POISONED // 4,), float("nan"), device=draw.device)
+        del del_soon
+    y = attention.attention(q, k, v, scale, call["causal"], mask)
+    ours = [y, *torch.autograd.grad(y, (q, k, v), dy)]
+
+    higher = torch.float64 if dtype == torch.float32 else torch.float32
+    group = H // H_kv
+    found: dict[str, list[Error]] = {name: [] for name in ("output", "gradient q", "gradient k", "gradient v")}
+    for row in sorted({0, B - 1}):
+        for head in sorted({0, H_kv - 1}):
+            of_q, of_kv = slice(head * group, (head + 1) * group), slice(head, head + 1)
+            heads = (of_q, of_q, of_kv, of_kv)
+            parts = [x[row : row + 1, :, h].detach().to(higher) for x, h in ((q, of_q), (k, of_kv), (v, of_kv))]
+            one_q, one_k, one_v = (part.requires_grad_() for part in parts)
+            out = attention.written_out(one_q, one_k, one_v, scale, visible[row % len(visible)])
+            exact = [out, *torch.autograd.grad(out, parts, dy[row : row + 1, :, of_q].to(higher))]
+            for errors, one, of, expected in zip(found.values(), ours, heads, exact, strict=True):
+                errors.append(error_of(one[row : row + 1, :, of], expected, ROUNDINGS * MATRIX_TOLERANCE[dtype]))
+    # An error that is not small comes first: NaN is not larger than a number.
+    return {name: max(errors, key=lambda e: (not e.is_small, e.relative)) for name, errors in found.items()}
+
+
+def masks_of(call: Call, draw: Draw) -> tuple[Mask, Tensor]:
+    """A mask of the call's kind and shape, and the same mask as a boolean `(B or 1, 1, T or 1, S)`."""
+    (B, T, _, D), S = call.shape, call["keys"][0]
+    causal = torch.ones(T, S, dtype=torch.bool, device=draw.device)
+    causal = (causal.tril() if call["causal"] else causal)[None, None]
+    if call["mask"] is None:
+        return None, causal
+    if call.kernel == "attention":
+        visible = draw.uniform(*call["mask"]) < 0.9
+        visible[..., 0] = True  # every query sees a key
+        return visible, visible
+    ends = [T // 3, T // 2, T] if T > 3 else [T]
+    place = torch.arange(T, device=draw.device)
+    doc_ids = torch.bucketize(place, torch.tensor(ends, device=draw.device), right=True)
+    visible = causal & (doc_ids[:, None] == doc_ids)
+    kernel = attention.varlen_kernel(draw.device, D, getattr(torch, call.dtype))
+    if kernel is not None:
+        starts = torch.tensor([row * T + start for row in range(B) for start in (0, *ends[:-1])])
+        boundaries = torch.full((B * min(T, ROOM) + 1,), B * T, dtype=torch.int32)
+        boundaries[: len(starts)] = starts
+        return Packed(kernel, boundaries.to(draw.device), longest=T), visible
+    if attention.wants_blocks():
+
+        def seen(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
+            return (s <= t) & (doc_ids[t] == doc_ids[s])
+
+        return attention.blocks(seen, B, T, draw.device), visible
+    return visible.expand(B, 1, T, T), visible

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 from ngpt_train.config.keys import AUTO, Conflict, key, nearest_multiples
 from ngpt_train.config.model_keys import InitConfig
-from ngpt_train.models.position_keys import PositionKeys
+from ngpt_train.models.normformer.keys import PositionKeys
 from ngpt_train.models.powernorm.keys import PowerNormConfig
 
 if TYPE_CHECKING:

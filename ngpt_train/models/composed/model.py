@@ -1,7 +1,7 @@
 """A decoder composed of options: which norm, where it stands, and what else is in a block.
 
-layers/residual.py has the equation of a sublayer, norms.py the norms. With the defaults the model is gpt/model.py, with
-others normformer/model.py or powernorm/model.py; docs/architectures.md has the table.
+layers/norms.py has the norms and the equation of a sublayer. With the defaults the model is gpt/model.py, with others
+normformer/model.py or powernorm/model.py; docs/architectures.md has the table.
 """
 
 import math
@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ngpt_train.models.composed.keys import ComposedConfig
+from ngpt_train.models.layers.attention import NormedAttention
 from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.dropout import Dropout
 from ngpt_train.models.layers.mlp import MLPS
-from ngpt_train.models.layers.normed_attention import NormedAttention
-from ngpt_train.models.layers.norms import CogViewNorm, DyT, LayerNorm, LearnedScale, RMSNorm
-from ngpt_train.models.layers.positions import add_positions, learned_positions
-from ngpt_train.models.layers.residual import Map, residual
+from ngpt_train.models.layers.norms import CogViewNorm, DyT, LayerNorm, LearnedScale, Map, RMSNorm, residual
+from ngpt_train.models.layers.positions import add_positions
 from ngpt_train.models.layers.rope import Rope
 from ngpt_train.models.powernorm.model import NORMS as OVER_BATCH
 from ngpt_train.models.powernorm.running_statistics import DecoderOverBatch, NormPass, Output
@@ -168,7 +167,8 @@ class Composed(Composition):
     def __init__(self, config: ComposedConfig) -> None:
         super().__init__(config, (ComposedBlock(config) for _ in range(config.n_layers)))
         self.norm_final = self.final_norm()
-        self.positions = learned_positions(config)
+        learned = config.positions == "learned"
+        self.positions = nn.Parameter(torch.empty(config.context, config.d_model)) if learned else None
 
 
 Model = Composed  # what build_model builds

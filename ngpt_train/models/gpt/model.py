@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from ngpt_train.models.decoder import Decoder, Head
 from ngpt_train.models.gpt.keys import GPTConfig
+from ngpt_train.models.layers.attention import NormedAttention
 from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.dropout import Dropout
 from ngpt_train.models.layers.mlp import MLPS
-from ngpt_train.models.layers.normed_attention import NormedAttention
-from ngpt_train.models.layers.norms import RMSNorm
-from ngpt_train.models.layers.residual import residual
+from ngpt_train.models.layers.norms import RMSNorm, residual
 from ngpt_train.models.layers.rope import Rope
 
 

@@ -27,7 +27,7 @@ class FusedLinear(nn.Module):
         self.unit_rows = unit_rows
         self.matrix = nn.Parameter(torch.empty(sum(self.rows.values()), d_model))
         self.bias = nn.Parameter(torch.empty(sum(self.bias_rows().values()))) if bias else None
-        # The optimizer's bf16 copy of the matrix, set only during a training step (optim/working_copies.py).
+        # The optimizer's bf16 copy of the matrix, set only during a training step (optim/row_adam.py).
         self.bf16_copy: Tensor | None = None
 
     def reset_parameters(self) -> None:

@@ -9,7 +9,7 @@ from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.kernels.dispatch import say_without_kernel
 from ngpt_train.kernels.swiglu import swiglu
 from ngpt_train.models.layers.linear import FusedLinear, OutputLinear
-from ngpt_train.models.layers.residual import Map, identity
+from ngpt_train.models.layers.norms import Map, identity
 
 
 def geglu(uv: Tensor) -> Tensor:

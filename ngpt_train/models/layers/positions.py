@@ -2,14 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-from ngpt_train.models.position_keys import PositionKeys
-
-
-def learned_positions(config: PositionKeys) -> nn.Parameter | None:
-    """The table `(context, d_model)` of model.positions=learned, not initialised; None for other positions."""
-    return nn.Parameter(torch.empty(config.context, config.d_model)) if config.positions == "learned" else None
+from torch import Tensor
 
 
 def add_positions(h: Tensor, positions: Tensor, learned: Tensor | None) -> Tensor:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ngpt_train.kernels.dispatch import say_without_kernel
 from ngpt_train.kernels.norm import normalize
 from ngpt_train.kernels.rotary import QKV, Heads, rotary
-from ngpt_train.kernels.scaled_linear import scaled_swiglu
 from ngpt_train.kernels.sphere_step import HiddenState, lerp, riemannian, slerp, sphere_step
+from ngpt_train.kernels.swiglu import scaled_swiglu
 from ngpt_train.models.decoder import Decoder, Head
 from ngpt_train.models.layers.attention import Attention
 from ngpt_train.models.layers.documents import Mask

@@ -7,16 +7,16 @@ The paper has no equation numbers.
 import math
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from ngpt_train.models.decoder import Decoder, Head
+from ngpt_train.models.layers.attention import NormedAttention
 from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.dropout import Dropout
 from ngpt_train.models.layers.mlp import PlainMLP
-from ngpt_train.models.layers.normed_attention import NormedAttention
-from ngpt_train.models.layers.norms import LayerNorm, LearnedScale
-from ngpt_train.models.layers.positions import add_positions, learned_positions
-from ngpt_train.models.layers.residual import residual
+from ngpt_train.models.layers.norms import LayerNorm, LearnedScale, residual
+from ngpt_train.models.layers.positions import add_positions
 from ngpt_train.models.layers.rope import Rope
 from ngpt_train.models.normformer.keys import NormFormerConfig
 
@@ -58,7 +58,8 @@ class NormFormer(Decoder):
     def __init__(self, config: NormFormerConfig) -> None:
         super().__init__(config, (NormFormerBlock(config) for _ in range(config.n_layers)))
         self.norm_final = LayerNorm(config.d_model, config.norm_eps)
-        self.positions = learned_positions(config)
+        learned = config.positions == "learned"
+        self.positions = nn.Parameter(torch.empty(config.context, config.d_model)) if learned else None
 
     def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
         return super().embed(tokens, table) * math.sqrt(self.config.d_model)

@@ -22,7 +22,7 @@ from ngpt_train.models.layers.attention import Attention
 from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.dropout import Dropout
 from ngpt_train.models.layers.mlp import MLP
-from ngpt_train.models.layers.residual import residual
+from ngpt_train.models.layers.norms import residual
 from ngpt_train.models.layers.rope import Rope
 from ngpt_train.models.powernorm.keys import PowerNormConfig
 from ngpt_train.models.powernorm.running_statistics import (

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.weights import canonical
-from ngpt_train.observe.telemetry.step_numbers import Numbers, Record, ratio, stacked
+from ngpt_train.observe.telemetry import Numbers, Record, ratio, stacked
 
 # The symbols of the running statistics that batches move. The symbol of a mean square x stands for sqrt(x + eps).
 SYMBOLS = {"psi_squared": "psi", "variance": "sigma", "mu": "mu"}

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from ngpt_train.core.recorded import Record
 from ngpt_train.distributed.layouts import resolve_compile
+from ngpt_train.observe.telemetry import Numbers, Part
 from ngpt_train.observe.telemetry.batch_distances import RunningStatistics
 from ngpt_train.observe.telemetry.scores import AttentionScores
-from ngpt_train.observe.telemetry.step_numbers import Numbers, Part
-from ngpt_train.observe.telemetry.vectors_in_use import Vectors
-from ngpt_train.observe.telemetry.weight_changes import WeightChanges
-from ngpt_train.training.hooks.hook import Hook, TrainingRun, due
+from ngpt_train.observe.telemetry.weight_numbers import Vectors, WeightChanges
+from ngpt_train.training.loop import Hook, TrainingRun, due
 from ngpt_train.training.state import TrainState
 from ngpt_train.training.step import MicroBatch, Observer
 

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from ngpt_train.kernels.attention import watched
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.weights import canonical
-from ngpt_train.observe.telemetry.step_numbers import Numbers, Record, ratio, stacked
+from ngpt_train.observe.telemetry import Numbers, Record, ratio, stacked
 
 SATURATED = 0.99  # a softmax row is saturated if its largest probability is above this
 MOST_SCORES = 2**24  # scores in memory at a time: 64 MB in fp32

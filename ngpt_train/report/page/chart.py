@@ -1,5 +1,5 @@
 """A figure as data. `page.js` draws it in a browser with its choices for the reader; `pictures.py` draws one choice as
-PNG and SVG."""
+PNG and SVG. An arm or a run has the same colour and marker on every figure and in every table."""
 
 from __future__ import annotations
 
@@ -9,11 +9,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
-from ngpt_train.report.page.style import Style
-
 When = Mapping[str, str | tuple[str, ...]]  # name of a choice -> options; one of them must be chosen
 Chosen = Mapping[str, Iterable[str]]  # name of a choice -> the chosen options
 SHORT = 6  # letters of a label that has room beside a point
+# Chosen by search: under normal sight, deuteranopia, protanopia and tritanopia (Machado et al. 2009) any two are 20 or
+# more apart in CIELAB, and each has a contrast of 3:1 on white and on the dark page. The first is the baseline's.
+COLOURS = ("#5a6875", "#3c72be", "#e03909", "#10a879", "#d975b3", "#b3924b", "#753edd", "#b43140")
+# A marker tells arms apart without colour, and where there are more arms than colours. A symbol has matplotlib's name,
+# and a glyph beside the arm's name in a table.
+SYMBOLS = {"o": "●", "s": "■", "^": "▲", "D": "◆", "v": "▼", "P": "✚", "X": "✖", "p": "⬟", "h": "⬢"}
+
+
+@dataclass(frozen=True)
+class Style:
+    colour: str
+    symbol: str
+    glyph: str
+
+
+def styles(arms: Iterable[str], baseline: str) -> dict[str, Style]:
+    """The style of each arm or run, the baseline first, the others in their order."""
+    in_order = [baseline, *(arm for arm in arms if arm != baseline)]
+    symbols = list(SYMBOLS.items())
+    return {arm: Style(COLOURS[k % len(COLOURS)], *symbols[k % len(symbols)]) for k, arm in enumerate(in_order)}
 
 
 @dataclass(frozen=True)

@@ -1,2 +1,1 @@
-"""`audit`: trains parts of a finished run again, and says whether its records are what its config, its code and its
-data give."""
+"""The audit of a finished run: do its records follow from its config, code and data?"""

@@ -20,8 +20,15 @@ from ngpt_train.optim.schedule import lr_at
 from ngpt_train.study.audit.certificate import METRICS, Finding, contradiction
 from ngpt_train.study.compare.runs import Run, contradicted
 from ngpt_train.study.points import ENDED
-from ngpt_train.training.checkpoint.catalogue import MANIFEST, VALIDATION, step_of
-from ngpt_train.training.checkpoint.integrity import STATE, differences, read_manifest, read_progress
+from ngpt_train.training.checkpoint.catalogue import (
+    MANIFEST,
+    STATE,
+    VALIDATION,
+    differences,
+    read_manifest,
+    read_progress,
+    step_of,
+)
 
 KINDS = ("train", "eval")  # in the order in which a step writes its records
 MOST_FINDINGS = 1000  # a record of step 10**18 leaves as many steps without a record

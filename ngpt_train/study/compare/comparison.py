@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ngpt_train.config.places import check_directory
 from ngpt_train.config.validate import mistake
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json, write_json
 from ngpt_train.core.secrets import redacted
-from ngpt_train.study.compare import clocks
-from ngpt_train.study.compare.arm_values import same
 from ngpt_train.study.compare.arms import Arms, choose_baseline, found_arms, named_arms
-from ngpt_train.study.compare.clocks import STEP_TIMES, StepTimes
+from ngpt_train.study.compare.compared_keys import Absent, brought, compared_keys, is_of_training, same, value_of
 from ngpt_train.study.compare.given_runs import Gathered, check_comparable
-from ngpt_train.study.compare.key_kinds import Absent, brought, compared_keys, is_of_training, value_of
 from ngpt_train.study.compare.referee import examine, looked_at
 from ngpt_train.study.compare.runs import Run, common_budgets
+from ngpt_train.study.compare.step_times import STEP_TIMES, Times, costs_of
 from ngpt_train.study.compare.trials import Arm, Trial, failure, read_arm, unfinished
 from ngpt_train.study.compare.versus import versus
 from ngpt_train.study.definition import LR, name_of
@@ -37,7 +35,7 @@ def make_report(
     given: Gathered,
     found: Arms,
     tuned: Sequence[str],
-    step_times: StepTimes,
+    step_times: Times,
     audits: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """The content of report.json. Raises ConfigError for an unknown baseline or a single arm, DataError for runs that
@@ -91,7 +89,7 @@ def make_report(
         "verdicts": {arm: result["verdict"] for arm, result in compared.items()},
         "tuning": [entry for arm in read.values() for entry in _tunings(arm)],
         "curves": [entry for arm in read.values() for entry in _curves(arm, metric)],
-        "costs": [clocks.costs_of(arm, of_arm, step_times) for arm, of_arm in found.items()],
+        "costs": [costs_of(arm, of_arm, step_times) for arm, of_arm in found.items()],
         "referee": examine(found, searched, given.under_test, best),
         "looked_at": looked_at(found),
         "tuning_of_keys": {
@@ -140,7 +138,7 @@ def _damaged(run: Run) -> str:
     return f"{run.path / 'metrics.jsonl'}: {lines} cut or damaged, and skipped"
 
 
-def write_reports(report: Mapping[str, Any], out: Path, step_times: StepTimes | None = None) -> None:
+def write_reports(report: Mapping[str, Any], out: Path, step_times: Times | None = None) -> None:
     """Writes report.json, report.md, report.html, figures/ and the measured step times into the directory `out`, in
     place of an earlier comparison's."""
     from ngpt_train.study.compare.output.charts import write_figures
@@ -157,36 +155,21 @@ def write_reports(report: Mapping[str, Any], out: Path, step_times: StepTimes | 
 
 
 def check_out(out: Path) -> None:
-    """Raises ConfigError if the report would replace files that no comparison has written."""
+    """Raises ConfigError if the report cannot be written into `out`, or would replace files that no comparison has
+    written."""
     setting = f"compare.out={out}"
-    if out.exists() and not out.is_dir():
-        raise mistake(f"{setting}: is a file", "Name a directory for the report")
-    if (out / "config.yaml").exists():
-        raise mistake(f"{setting}: is the directory of a run", "Name another directory")
-    there_is = next(parent for parent in (out, *out.absolute().parents) if parent.exists())
-    if not (there_is.is_dir() and os.access(there_is, os.W_OK)):
-        raise mistake(f"{setting}: {there_is} is no directory that can be written", "Name another directory")
+    check_directory(setting, out)
     there = [name for name in WRITTEN if (out / name).exists()]
-    if there and not _is_report(out / REPORT):
+    if not there:
+        return
+    try:
+        earlier = read_json(out / REPORT)
+    except DataError:
+        earlier = None
+    if not (isinstance(earlier, dict) and "format" in earlier and "verdicts" in earlier):
         raise mistake(
             f"{setting}: {out / there[0]} is not of an earlier compare", "Name another directory, or remove it"
         )
-
-
-def make_directory(out: Path) -> None:
-    """Raises ConfigError if it cannot be made."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise mistake(f"compare.out={out}: cannot be made ({error.strerror})", "Name another directory") from None
-
-
-def _is_report(path: Path) -> bool:
-    try:
-        report = read_json(path)
-    except DataError:
-        return False
-    return isinstance(report, dict) and "format" in report and "verdicts" in report
 
 
 MOST_POINTS = 200  # of a training curve

@@ -10,8 +10,7 @@ from typing import Any
 
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.validate import show
-from ngpt_train.study.compare.arm_values import Arms, Seen, distinct, identities, ordered, plain, ratio, same
-from ngpt_train.study.compare.key_kinds import (
+from ngpt_train.study.compare.compared_keys import (
     HARDWARE,
     MEANING,
     NO_SUCH_KEY,
@@ -21,17 +20,25 @@ from ngpt_train.study.compare.key_kinds import (
     PLACES_OF_TEXT,
     UNKNOWN,
     Absent,
+    Arms,
+    Seen,
     brought,
     compared_keys,
     covers,
+    distinct,
+    identities,
     is_own_option,
     is_shared_option,
+    ordered,
+    plain,
+    ratio,
+    same,
     value_of,
 )
+from ngpt_train.study.compare.phrases import BROUGHT
 from ngpt_train.study.compare.runs import Run, common_budgets
 
 UNDER_TEST, FOLLOWS, CONFOUND = "under_test", "follows", "confound"
-BROUGHT = "each arm has what its architecture or its recipe brings"
 ROUNDING = "how the work is done: seconds may differ, losses within rounding alone"
 BATCH_NORMS = ("pn", "pn_v", "batch")  # values of model.norm with statistics over the rows of a micro batch
 LEAST_SHARE = 0.01  # shares of clipped steps that differ by less count as equal

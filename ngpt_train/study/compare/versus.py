@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from ngpt_train.study.compare import clocks
-from ngpt_train.study.compare.clocks import MEASURED, OWN, StepTimes
+from ngpt_train.study.compare.equal_loss import Ratio, annealed_ratio, log_ratio, trend_of, within_schedule
+from ngpt_train.study.compare.intervals import Difference, Noise, Pair, detectable, difference_at, needed
+from ngpt_train.study.compare.phrases import BY_OWN_CLOCKS, MEASURED, OWN, POOLED
 from ngpt_train.study.compare.runs import Run
-from ngpt_train.study.compare.statistics.equal_loss import Ratio, annealed_ratio, log_ratio, trend_of, within_schedule
-from ngpt_train.study.compare.statistics.intervals import Difference, Noise, Pair, detectable, difference_at, needed
+from ngpt_train.study.compare.step_times import Cost, Times, costs_between, in_units
 from ngpt_train.study.compare.trials import Arm, pair_of
 
-POOLED = "The noise between seeds is pooled over budgets: it is taken to be alike at all of them."
 ONE_SEED = "one seed: the interval is without the noise between seeds"
 
 
@@ -25,7 +24,7 @@ def versus(
     runs: Mapping[str, Sequence[Run]],
     metric: str,
     confidence: float,
-    step_times: StepTimes,
+    step_times: Times,
 ) -> dict[str, Any]:
     """The arm's `verdict`, `differences`, `speedups` and `trends` (one at most) in report.json, and `notes`.
 
@@ -46,7 +45,7 @@ def versus(
     last, names = int(pair.budgets[-1]), {"arm": arm.name, "baseline": baseline.name}
     word = verdict(arm.state(last), baseline.state(last), found[-1])
     notes.append(why(word, arm, baseline, last, found[-1]))
-    costs = clocks.costs_between(arm.name, baseline.name, runs, step_times)
+    costs = costs_between(arm.name, baseline.name, runs, step_times)
     for at, budget in enumerate(map(int, pair.budgets)):
         steps = next(iter(arm.at_best(budget).values())).run.steps
         missing = None if found[at].is_resolved else needed(pair, found[at], at, steps, confidence)
@@ -84,7 +83,7 @@ def _why_no_loss(arm: Arm, budget: int) -> str:
 
 
 def _in_all_units(
-    ratio: Ratio, costs: Mapping[tuple[str, str | None], clocks.Cost], confidence: float, notes: Sequence[str]
+    ratio: Ratio, costs: Mapping[tuple[str, str | None], Cost], confidence: float, notes: Sequence[str]
 ) -> list[dict[str, Any]]:
     """The ratio by tokens, FLOPs and seconds. Step times measured in turn are preferred to the runs' own clocks, which
     then stand in the note."""
@@ -92,9 +91,9 @@ def _in_all_units(
     for (unit, clock), cost in costs.items():
         if clock == OWN and ("seconds", MEASURED) in costs:
             continue
-        found, beside = clocks.in_units(ratio, cost, confidence), None
+        found, beside = in_units(ratio, cost, confidence), None
         if clock == MEASURED and own and ratio.estimate:
-            beside = f"by the runs' own clocks {own.ratio * ratio.estimate:.3g}"
+            beside = f"{BY_OWN_CLOCKS} {own.ratio * ratio.estimate:.3g}"
         ends = {"estimate": found.estimate, "low": found.low, "high": found.high}
         note = "; ".join(filter(None, [*notes, found.note, beside])) or None
         how = {"confidence": confidence, "extrapolated": found.extrapolated, "unit": unit, "clock": clock}

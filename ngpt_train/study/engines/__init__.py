@@ -20,7 +20,8 @@ class Job:
     run: Path  # its directory
     arguments: tuple[str, ...]
 
-    def make_log(self) -> Path:
+    @property
+    def log(self) -> Path:
         """The file for the output of the run, in a directory that exists."""
         log = self.run.parent.parent / LOGS / f"{self.run.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)

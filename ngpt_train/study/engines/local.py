@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,12 +15,11 @@ from ngpt_train.config.keys import AUTO
 from ngpt_train.config.sections.studies import StudyConfig
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json
-from ngpt_train.study.engines import Ended, Job, child
+from ngpt_train.study.engines import Ended, Job
+from ngpt_train.study.engines.child import SAVING_SECONDS, end_of, ending_with_us, launcher
 
 MOST_JOBS = 8  # of study.jobs=auto on CPUs: each process loads torch, half a GB
 _LOOK_SECONDS = 0.1
-_SAVING_SECONDS = 120.0  # from the request to stop until the kill
-_LAST_BYTES = 4096
 
 
 @dataclass
@@ -30,7 +27,6 @@ class _Process:
     job: Job
     devices: tuple[str, ...]
     popen: subprocess.Popen[bytes]
-    log: Path
 
 
 @dataclass
@@ -48,20 +44,22 @@ class LocalEngine:
         return self.jobs - len(self._processes) if self._asked_to_stop is None else 0
 
     def start(self, job: Job) -> None:
-        log = job.make_log()
         devices = self._free_devices()
         threads = (began_with(job.run) if self.keeps_threads else None) or self.threads
-        with log.open("ab") as output:
+        chosen = {"OMP_NUM_THREADS": str(threads)}
+        if self.gpus:
+            chosen["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        with job.log.open("ab") as output:
             popen = subprocess.Popen(
-                [*child.ending_with_us(), *launcher(len(devices)), "ngpt_train", "train", *job.arguments],
-                env=environment_of_run(os.environ, threads, devices if self.gpus else None),
+                [*ending_with_us(), *launcher(len(devices)), "ngpt_train", "train", *job.arguments],
+                env={**os.environ, **chosen},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 # In its own process group, so a Ctrl-C reaches it once, through `stop`.
                 process_group=0,
             )
-        self._processes.append(_Process(job, devices, popen, log))
+        self._processes.append(_Process(job, devices, popen))
 
     def running(self) -> Sequence[Job]:
         return [process.job for process in self._processes]
@@ -72,13 +70,14 @@ class LocalEngine:
             over = [process for process in self._processes if process.popen.poll() is not None]
             if over or time.monotonic() >= deadline:
                 break
-            if self._asked_to_stop is not None and time.monotonic() > self._asked_to_stop + _SAVING_SECONDS:
+            if self._asked_to_stop is not None and time.monotonic() > self._asked_to_stop + SAVING_SECONDS:
                 for process in self._processes:
                     with suppress(ProcessLookupError):
                         os.killpg(process.popen.pid, signal.SIGKILL)
             time.sleep(_LOOK_SECONDS)
         self._processes = [process for process in self._processes if process not in over]
-        return [_ended(process) for process in over]
+        codes = [(process.job, process.popen.returncode) for process in over]
+        return [Ended(job, code if code >= 0 else None, end_of(code, job.log)) for job, code in codes]
 
     def stop(self) -> None:
         if self._asked_to_stop is None:
@@ -120,23 +119,6 @@ def began_with(run: Path) -> int | None:
     return None
 
 
-def launcher(ranks: int) -> list[str]:
-    """The command before the name of a module, to start it on this number of ranks."""
-    if ranks < 2:
-        return [sys.executable, "-m"]
-    # After SIGTERM the ranks have as many seconds to save as a run of one process.
-    options = ["--standalone", f"--nproc-per-node={ranks}", f"--shutdown-timeout={_SAVING_SECONDS:.0f}"]
-    return [sys.executable, "-m", "torch.distributed.run", *options, "-m"]
-
-
-def environment_of_run(environment: Mapping[str, str], threads: int, devices: Sequence[str] | None) -> dict[str, str]:
-    """The environment of a run. devices: its visible GPUs; None keeps CUDA_VISIBLE_DEVICES."""
-    chosen = {"OMP_NUM_THREADS": str(threads)}
-    if devices is not None:
-        chosen["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-    return {**environment, **chosen}
-
-
 def usable_cores() -> int:
     """The number of cores for this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -150,27 +132,3 @@ def usable_gpus(
         named = [name.strip() for name in visible.split(",")]
         return [name for name in named if name and name != "-1"]
     return [str(number) for number in range(len(list(driver.iterdir())))] if driver.is_dir() else []
-
-
-def _ended(process: _Process) -> Ended:
-    code = process.popen.returncode
-    if code < 0:
-        return Ended(process.job, None, f"killed by {signal.Signals(-code).name}")
-    return Ended(process.job, code, last_line(process.log))
-
-
-def last_line(log: Path) -> str:
-    """The last line with an error, else the last line; with a remark if the disk is too full for more."""
-    with suppress(OSError):
-        lines = [line for line in _end_of(log).splitlines() if line.strip()]
-        errors = [line for line in lines if line.startswith("error")]
-        said = (errors or lines or [""])[-1].strip()[:500]
-        is_full = shutil.disk_usage(log.parent).free < _LAST_BYTES
-        return f"the disk of {log.parent} is full; before that: {said or 'nothing'}" if is_full else said
-    return ""
-
-
-def _end_of(path: Path) -> str:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _LAST_BYTES))
-        return file.read().decode(errors="replace")

@@ -27,7 +27,7 @@ from ngpt_train.config.keys import AUTO
 from ngpt_train.config.sections.studies import SlurmConfig, StudyConfig
 from ngpt_train.config.validate import mistake
 from ngpt_train.study.engines import Ended, Job
-from ngpt_train.study.engines.local import environment_of_run, last_line, launcher
+from ngpt_train.study.engines.child import end_of, last_line, launcher
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +73,7 @@ class Training:
         if self._is_ending:
             # scancel or a preemption: Slurm ends this process, and queues a preempted job again unless it has a result.
             time.sleep(SAVING_SECONDS)
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else last_line(Path(self.log))
-        return code, how
+        return code, end_of(code, Path(self.log))
 
     def checkpoint(self) -> Any:
         """Queues the job again. submitit calls it shortly before the end of the job's time."""
@@ -192,8 +191,8 @@ class SlurmEngine:
         executor = submitit.SlurmExecutor(self.folder, max_num_timeout=QUEUED_AGAIN)
         executor.update_parameters(**parameters(self.slurm, name))
         command = [*launcher(self.slurm.gpus), "ngpt_train", "train", *job.arguments]
-        environment = environment_of_run({}, self.threads, None)
-        training = Training(command, environment, str(Path.cwd()), str(job.make_log().absolute()))
+        environment = {"OMP_NUM_THREADS": str(self.threads)}
+        training = Training(command, environment, str(Path.cwd()), str(job.log.absolute()))
         try:
             return str(executor.submit(training).job_id)
         except (subprocess.CalledProcessError, submitit.core.utils.FailedJobError, RuntimeError) as error:

@@ -1,13 +1,23 @@
-"""Finds a run's checkpoints: by name, the newest, the best and the last good one."""
+"""Finds a run's checkpoints (by name, the newest, the best, the last good one), and compares their files with the
+manifest. Executes nothing."""
 
+from __future__ import annotations
+
+import contextlib
+import hashlib
 import math
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json
+
+if TYPE_CHECKING:
+    from ngpt_train.distributed.world import World
 
 MANIFEST = "MANIFEST.json"
 VALIDATION = "validation.json"  # beside the checkpoints, because they are written before they are validated
@@ -17,6 +27,14 @@ NAME = re.compile(r"step_(\d{8,})")
 # A loss above TIMES_THE_SMALLEST times the smallest loss of the good checkpoints has exploded. The loss of a language
 # model that learns does not grow by half; a harder text or a small batch raises it by less.
 TIMES_THE_SMALLEST = 1.5
+FORMAT = 2  # tensors in safetensors; 1: in torch's own files, whose index is a pickle
+STATE = "state.json"
+MOST = 2**63  # torch's counters end below it
+SHA256, XXH3 = "sha256", "xxh3"
+DIGITS = {XXH3: 32, SHA256: 64}  # length of a checksum; both detect a damaged file, neither a forged one
+# Required numbers in parts of state.json. A state.json of an earlier version may lack a whole part.
+_NUMBERS = {"interval": {"loss_sum", "n_targets", "n_skipped"}, "loss_scale": {"value", "good_steps"}}
+CHUNK = 2**20  # bytes that are read or written, and then summed while they are in the CPU's cache
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
@@ -120,3 +138,190 @@ def _manifest(checkpoint: Path) -> dict[str, Any]:
     except DataError:
         manifest = None
     return {"good": True} | manifest if isinstance(manifest, dict) else {"good": False}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """files: size and checksum of every file by its name."""
+
+    format: int
+    files: dict[str, dict[str, Any]]
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """The manifest. Raises DataError if it is damaged, names a file outside the directory, or leaves out state.json or
+    a file of tensors."""
+    manifest = read_json(checkpoint / MANIFEST)
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(files, dict):
+        problem = "it names no files"
+    elif manifest.get("format") not in (1, FORMAT):
+        problem = f"its format is {manifest.get('format')!r}, this version of ngpt-train reads 1 and {FORMAT}"
+    elif outside := [name for name in files if name in ("", ".", "..", MANIFEST) or "/" in name or "\0" in name]:
+        problem = f"it names {outside[0]!r}, which is no file of a checkpoint"
+    elif faulty := [name for name, entry in files.items() if not _is_entry(entry)]:
+        problem = f"it has no size and checksum of {faulty[0]}"
+    elif STATE not in files:
+        problem = f"it does not name {STATE}"
+    elif unnamed := sorted(name for name in os.listdir(checkpoint) if has_tensors(name) and name not in files):
+        problem = f"it does not name {unnamed[0]}"
+    else:
+        return Manifest(manifest["format"], files)
+    raise DataError(f"{checkpoint / MANIFEST} is damaged: {problem}. Use another checkpoint.")
+
+
+def has_tensors(name: str) -> bool:
+    """True for a file of tensors, and for their index in format 1."""
+    return name.endswith((".safetensors", ".distcp")) or name == ".metadata"
+
+
+def _is_entry(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict)
+        and type(entry.get("bytes")) is int
+        and (kind := checksum_of(entry)) is not None
+        and isinstance(entry[kind], str)
+        and re.fullmatch(f"[0-9a-f]{{{DIGITS[kind]}}}", entry[kind]) is not None
+    )
+
+
+def differences(checkpoint: Path, files: Mapping[str, dict[str, Any]]) -> list[str]:
+    """The differences between the files and their entries in the manifest, a phrase for each."""
+    problems = []
+    for name, expected in files.items():
+        path = checkpoint / name
+        if path.is_symlink() or not path.is_file():
+            problems.append(f"{name} is missing")
+        elif path.stat().st_size != expected["bytes"]:
+            problems.append(f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}")
+        elif size_and_checksum(path, kind := checksum_of(expected) or SHA256)[kind] != expected[kind]:
+            problems.append(f"{name} has another {kind} than when it was written")
+    return problems
+
+
+def read_progress(checkpoint: Path) -> dict[str, Any]:
+    """The counters of a checkpoint, its state.json. Raises DataError if they are damaged, or of another step than the
+    directory's name."""
+    path = checkpoint / STATE
+    progress = read_json(path)
+    if problem := _damage(progress):
+        raise DataError(f"{path} is damaged: {problem}. Use another checkpoint.")
+    if NAME.fullmatch(checkpoint.name) and progress["step"] != step_of(checkpoint):
+        raise DataError(f"{path} is of step {progress['step']}, its directory of another. Use another checkpoint.")
+    return progress
+
+
+def _damage(progress: Any) -> str | None:
+    """The problem of the counters as a phrase, or None."""
+    if not isinstance(progress, dict):
+        return "it is no object"
+    for name, smallest in (("step", 0), ("tokens", 0), ("world_size", 1)):
+        if type(value := progress.get(name)) is not int or not smallest <= value < MOST:
+            return f"{name} is {value!r}"
+    seconds = progress.get("train_seconds")  # None in earlier versions
+    sums = all(_are_numbers(progress[part], names) for part, names in _NUMBERS.items() if part in progress)
+    if not sums or not (seconds is None or _are_numbers({"seconds": seconds}, {"seconds"})):
+        return "its sums and seconds are no such numbers"
+    if not isinstance(progress.get("data"), dict):
+        return "it has no position in the data"
+    if not _are_guards(progress.get("guards", {})):
+        return "guards has no losses"
+    counted = ("number", "step", "bad_step", "first_row", "last_row")
+    rollbacks = progress.get("rollbacks", [])
+    if not isinstance(rollbacks, list) or not all(
+        isinstance(each, dict) and all(type(each.get(name)) is int for name in counted) for each in rollbacks
+    ):
+        return "rollbacks lists none"
+    return None
+
+
+def _are_numbers(stored: Any, names: Set[str]) -> bool:
+    """True for an object with these numbers, all finite."""
+    if not isinstance(stored, dict) or not names <= stored.keys():
+        return False
+    return all(type(number) in (int, float) and abs(number) < MOST for number in stored.values())
+
+
+def _are_guards(stored: Any) -> bool:
+    return (
+        isinstance(stored, dict)
+        and type(skipped := stored.get("skipped_in_a_row", 0)) is int
+        and 0 <= skipped < MOST
+        and isinstance(losses := stored.get("losses", []), list)
+        and all(type(loss) is float for loss in losses)
+    )
+
+
+def verify(checkpoint: Path, world: World) -> None:
+    """Compares every file with the manifest, and the step with the directory's name. A collective call: each rank reads
+    some of the files.
+
+    Raises DataError, on every rank, with the differences.
+    """
+    files = world.on_main(lambda: read_manifest(checkpoint)).files  # one rank reads it, so that all ranks agree
+    mine = {name: entry for index, (name, entry) in enumerate(files.items()) if index % world.size == world.rank}
+    own = world.on_all_without_timeout(lambda: differences(checkpoint, mine))  # a slow disk takes long
+    found = [problem for part in world.gather(own) for problem in part]
+    if found:
+        raise DataError(f"The checkpoint {checkpoint} is damaged: {'; '.join(found)}. Use another checkpoint.")
+    world.on_main(lambda: read_progress(checkpoint))
+
+
+def newest_with_config(checkpoints: Sequence[Path]) -> Path | None:
+    """The newest checkpoint with sound counters, config and tokenizer; the newest of all if there is none. checkpoints:
+    the oldest first. No collective call, and quick: the files of tensors are not read."""
+    for checkpoint in reversed(checkpoints):
+        with contextlib.suppress(DataError):
+            files = read_manifest(checkpoint).files
+            small = {name: entry for name, entry in files.items() if not has_tensors(name)}
+            read_progress(checkpoint)
+            if not differences(checkpoint, small):
+                return checkpoint
+    return checkpoints[-1] if checkpoints else None
+
+
+def newest_undamaged(checkpoints: Sequence[Path], world: World) -> tuple[Path | None, dict[str, str]]:
+    """The newest undamaged checkpoint, and {name: problem} of the damaged ones after it. checkpoints: the oldest first.
+
+    A collective call. Returns None if `checkpoints` is empty. Raises the newest checkpoint's DataError if all are
+    damaged.
+    """
+    damaged: dict[str, str] = {}
+    for checkpoint in reversed(checkpoints):
+        try:
+            verify(checkpoint, world)
+        except DataError as error:
+            damaged[checkpoint.name] = str(error)
+        else:
+            return checkpoint, damaged
+    if damaged:
+        newest = next(iter(damaged.values()))
+        older = f" So are the {len(damaged) - 1} older ones." if len(damaged) > 1 else " There is no older one."
+        raise DataError(newest + older)
+    return None, damaged
+
+
+def checksum_of(entry: Mapping[str, Any]) -> str | None:
+    """The kind of checksum in a file's entry in the manifest, a value of checkpoint.checksum."""
+    return next((kind for kind in DIGITS if kind in entry), None)
+
+
+def new_checksum(kind: str) -> Any:
+    """An object with `update` and `hexdigest`. kind: a value of checkpoint.checksum."""
+    if kind == SHA256:
+        return hashlib.sha256()
+    import xxhash  # here, because models and training import with torch alone
+
+    return xxhash.xxh3_128()
+
+
+def size_and_checksum(path: Path, kind: str) -> dict[str, Any]:
+    """A file's entry in the manifest."""
+    checksum = new_checksum(kind)
+    buffer = memoryview(bytearray(CHUNK))
+    size = 0
+    with path.open("rb", buffering=0) as file:  # not mapped: cutting the file meanwhile would end in SIGBUS
+        while n := file.readinto(buffer):
+            checksum.update(buffer[:n])
+            size += n
+    return {"bytes": size, kind: checksum.hexdigest()}

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import check_kinds
-from ngpt_train.training.checkpoint.integrity import read_manifest, read_progress, verify
+from ngpt_train.training.checkpoint.catalogue import read_manifest, read_progress, verify
 from ngpt_train.training.checkpoint.state_tensors import (
     OPTIONS,
     by_canonical_name,
@@ -25,7 +25,7 @@ from ngpt_train.training.checkpoint.state_tensors import (
     names_parameters,
     set_statistics,
 )
-from ngpt_train.training.checkpoint.stored_tensors import StoredTensors
+from ngpt_train.training.checkpoint.tensor_files import StoredTensors
 
 if TYPE_CHECKING:
     from ngpt_train.distributed.world import World

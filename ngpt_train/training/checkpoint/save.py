@@ -1,7 +1,7 @@
 """Saves training states: each checkpoint is complete or absent.
 
 A save has two parts. `snapshot`, on the main thread, checks the state and shares it out among the ranks. `write` writes
-it to disk; `background.py` lets a thread do that beside training.
+it to disk; `hooks/saving.py` lets a thread do that beside training.
 """
 
 from __future__ import annotations
@@ -22,18 +22,23 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import remove, sync, write_json
 from ngpt_train.training.checkpoint.catalogue import (
+    FORMAT,
     MANIFEST,
+    STATE,
     UNFINISHED,
     VALIDATION,
+    XXH3,
     best,
+    differences,
     has_exploded,
+    has_tensors,
     last_good,
     list_checkpoints,
     losses_of_good,
     read_validation_losses,
+    size_and_checksum,
     step_of,
 )
-from ngpt_train.training.checkpoint.integrity import FORMAT, STATE, XXH3, differences, has_tensors, size_and_checksum
 from ngpt_train.training.checkpoint.state_tensors import (
     OPTIONS,
     by_canonical_name,

@@ -14,12 +14,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ngpt_train.distributed.sharding import checksum, replicas, shard_number
+from ngpt_train.distributed.layouts import replicas, shard_number
+from ngpt_train.optim.row_adam import local_rows
 from ngpt_train.training.checkpoint.state_tensors import weights_and_moments
-from ngpt_train.training.hooks.hook import Hook, TrainingRun, due
+from ngpt_train.training.loop import Hook, TrainingRun, due
 
 if TYPE_CHECKING:
     from ngpt_train.training.state import TrainState
+
+PART = 1 << 20
+_ODD = 0x1E3779B97F4A7C15
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # _INTEGERS[bytes of an element]
 
 
 class Replicas(Hook):
@@ -65,3 +70,18 @@ def _shared(state: TrainState) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in weights_and_moments(state):
         if not isinstance(tensor, DTensor) or replicas(tensor) > 1:
             yield name, tensor
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """A sum modulo 2^64 over this rank's elements: the bits of each, as an integer, times an odd factor of its place.
+
+    0-dim int64, without rounding. So one changed element changes it, and so do two exchanged elements. Computed on the
+    tensor's device, with memory for PART elements.
+    """
+    bits = local_rows(tensor).detach().contiguous().view(_INTEGERS[tensor.element_size()]).flatten()
+    factors = torch.arange(1, min(PART, len(bits)) + 1, device=bits.device) * _ODD
+    factors = (factors ^ (factors >> 32)) | 1  # no longer evenly spaced, so that two exchanges do not cancel
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for part in bits.split(PART):
+        total = total * _ODD + (part * factors[: len(part)]).sum()
+    return total

@@ -1,21 +1,101 @@
-"""All ranks stop after the same step once one of them is told to stop."""
+"""Stopping from outside, by a signal or the time limit: all ranks stop after the same step."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
-from ngpt_train.training.hooks.hook import Hook, TrainingRun
+from ngpt_train.core.errors import DataError
+from ngpt_train.distributed.world import World
+from ngpt_train.training.loop import Hook, StoppedWaitingError, TrainingRun
 
 if TYPE_CHECKING:
     from ngpt_train.distributed.world import World
-    from ngpt_train.training.signals import StopRequest
 
+# Sent by a launcher, a queue, Ctrl-C and a terminal that is closed.
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+# A Ctrl-C reaches the workers of torchrun twice: from the terminal, and from torchrun, which forwards the signal. A
+# second SIGINT within this many seconds is that echo and does not count.
+ECHO_SECONDS = 1.0
+# Seconds that a rank waits for its next row after it was told to stop, where there are several ranks.
+LAST_SECONDS = 15.0
 # Seconds between two questions of the ranks whether one was told to stop. torchrun kills its workers 30 seconds after
 # SIGTERM, and by then the checkpoint must be written.
 ASK_SECONDS = 1.0
 MOST_STEPS = 16  # between two questions, even if steps are quick, because the next ones may be slow
+
+
+class StopRequest:
+    """Inside a `with`, the signals of STOPPING do not end the process but set `reason`, which the loop reads. An
+    ignored signal stays ignored, such as SIGHUP under `nohup`.
+
+    A second SIGINT ends the process at once, with exit code 130 as shells expect. No checkpoint is damaged, because
+    checkpoints are written atomically. max_hours counts from construction.
+    """
+
+    def __init__(self, max_hours: float | None) -> None:
+        self.deadline = None if max_hours is None else time.monotonic() + 3600 * max_hours
+        self.signal_name: str | None = None
+        self._first = 0.0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in STOPPING:
+            if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        if number == signal.SIGINT and self.signal_name and now - self._first > ECHO_SECONDS:
+            os._exit(130)
+        if self.signal_name is None:
+            self.signal_name = signal.Signals(number).name
+            self._first = now
+
+    @property
+    def reason(self) -> str | None:
+        """Why this process wants to stop, or None."""
+        if self.signal_name:
+            return f"stopped by {self.signal_name}"
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            return "stopped by run.max_time"
+        return None
+
+
+class Patience:
+    """Ends a trainer's wait for a row of streamed text: after a time, or when the process is told to stop.
+
+    With several ranks, the others wait for this rank in the next step, so that nothing can be saved. Then the process
+    waits for its row LAST_SECONDS longer.
+    """
+
+    def __init__(self, stop: StopRequest, world: World, fetch_minutes: float) -> None:
+        """fetch_minutes: data.fetch_minutes, a worker's limit for a shard; decoding may take as long again."""
+        self._stop, self._alone, self._longest = stop, world.size == 1, 2 * 60 * fetch_minutes
+        self._rank = world.rank
+
+    def __call__(self, seconds: float) -> None:
+        """seconds: of waiting so far. Raises StoppedWaitingError or DataError."""
+        if self._stop.reason and (self._alone or seconds > LAST_SECONDS):
+            raise StoppedWaitingError(
+                f"{self._stop.reason}, while rank {self._rank} waited for rows; the same command goes on from the last "
+                "checkpoint"
+            )
+        if seconds > self._longest:
+            raise DataError(
+                f"rank {self._rank} has waited {seconds / 60:.1f} minutes for a row, twice data.fetch_minutes: a data "
+                "worker is stopped or stuck. The same command goes on from the last checkpoint; with data.workers=0 "
+                "the trainer makes the rows itself"
+            )
 
 
 class StopTogether(Hook):

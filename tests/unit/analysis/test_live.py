@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from ngpt_train.__main__ import main
 from ngpt_train.analysis.measures.of_run import OfRun
 from ngpt_train.analysis.paper_figures import measure
 from ngpt_train.analysis.run_contents import names_of, records, run_directory
 from ngpt_train.config import load_config
+from ngpt_train.core.errors import ConfigError
 
 MODEL = load_config(["scale=debug", "model=powernorm", "tokenizer=bytes", "model.d_model=32"]).model
 
@@ -90,10 +92,27 @@ def test_target_counts() -> None:
     assert target_counts(Rows(), 4, sample=700).tolist() == [256, 0, 512, 0]
 
 
-def test_unknown_words_of_a_list() -> None:
-    """Caught: one wrong word among right ones; an empty list; a single word that needs brackets."""
+def test_figures_are_a_list() -> None:
+    """Caught: an empty list; a single word that needs brackets."""
     assert load_config(["analyze.figures=ngpt_4"]).analyze.figures == ["ngpt_4"]
     assert load_config(["analyze.figures=[tnt_3,live]"]).analyze.figures == ["tnt_3", "live"]
-    for given in ("[]", "[ngpt_4,ngpt_44]", "3", "null"):
-        with pytest.raises(Exception, match=r"analyze\.figures"):
+    for given in ("[]", "3", "null"):
+        with pytest.raises(ConfigError, match=r"analyze\.figures"):
             load_config([f"analyze.figures={given}"])
+
+
+@pytest.mark.parametrize(
+    ("verb", "given", "said"),
+    [
+        ("analyze", ["analyze.checkpoints=[a]", "analyze.figures=ngpt_7"], "ngpt_4"),
+        ("analyze", ["analyze.checkpoints=[a]", "analyze.figures=[ngpt_4,normformr_3]"], "did you mean normformer_3"),
+        ("analyze", [], "analyze.checkpoints=[runs/gpt,runs/ngpt]"),
+        ("analyze", ["analyze.checkpoints=[a,a]"], "named twice"),
+        ("analyze", ["analyze.checkpoints=[a]", "analyze.average=2", "analyze.weights=ema"], "average of averages"),
+        ("probe", ["probe.checkpoints=[a,b,c]"], "one or two"),
+    ],
+)
+def test_mistakes_are_told(verb: str, given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Caught: a message without what is allowed; an exit code that is not 2."""
+    assert main([verb, *given]) == 2
+    assert said.lower() in capsys.readouterr().err.lower()

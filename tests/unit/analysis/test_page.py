@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,23 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from ngpt_train.analysis import probe_page
+from ngpt_train.analysis.analysis_files import (
+    MOST_POINTS,
+    as_json,
+    html,
+    thinned,
+    write_json,
+    write_page,
+    write_parquet,
+    write_pictures,
+)
 from ngpt_train.analysis.measures.of_run import Curve
-from ngpt_train.analysis.output.analysis_numbers import as_json, write_json, write_parquet
-from ngpt_train.analysis.output.measured_page import MOST_POINTS, html, thinned, write_page, write_pictures
 from ngpt_train.analysis.paper_figures import Measured, Skipped
-from ngpt_train.analysis.probe import probe_page
-from ngpt_train.analysis.probe.classes import of_position
-from ngpt_train.analysis.probe.probe_losses import report
+from ngpt_train.analysis.probe_losses import report
+from ngpt_train.analysis.token_classes import of_position
+from ngpt_train.report.page.chart import styles
 from ngpt_train.report.page.html import table
-from ngpt_train.report.page.style import styles
 
 HOSTILE = "<img src=x onerror=\"document.title='bad'\"></script><b>$x$"
 RUNS = ["gpt", HOSTILE]
@@ -126,37 +135,21 @@ def test_probe_s_differences_and_colours_are_those_of_compare() -> None:
 
 @pytest.mark.parametrize("which", ["analyze", "probe"])
 @pytest.mark.parametrize("width", [1280, 375])
-def test_they_open_in_a_browser(browser: Any, tmp_path: Path, which: str, width: int) -> None:
-    """Caught: an error in the script, a request, a page wider than the screen, an empty figure, a run that stays."""
+def test_they_open_in_a_browser(
+    browser: Any, visit: Callable[..., Any], tmp_path: Path, which: str, width: int
+) -> None:
+    """Caught: what `visit` catches; a run that stays."""
     from selenium.webdriver.common.by import By
-    from selenium.webdriver.support.ui import WebDriverWait
 
     path = tmp_path / "page.html"
     if which == "analyze":
         write_page(example(), content_of(example()), path)
     else:
         probe_page.write_page(probed(), path)
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    for kind in ("browser", "performance"):
-        browser.get_log(kind)
-    browser.get(path.as_uri())
-    WebDriverWait(browser, 60).until(lambda b: b.execute_script("return document.documentElement.dataset.ready"))
-    assert not [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
-    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
-    assert [url for url in asked if not url.startswith("data:")] == [path.as_uri()]
-    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    plots = visit(path, width)
     assert "bad" not in browser.title
-    shown = """return [...document.querySelectorAll('figure[data-chart] .plot')].map((plot) => [
-        plot.querySelectorAll('.mark').length, plot.querySelector('.mark > *') !== null,
-        plot.getBoundingClientRect().width])"""
-    plots = browser.execute_script(shown)
     assert len(plots) == (4 if which == "analyze" else 2)
-    for visible, drawn, wide in plots:
-        assert visible > 0
-        assert drawn
-        assert 100 < wide <= width
     first = browser.find_element(By.CSS_SELECTOR, 'figure[data-chart] input[data-choice="arm"][value="gpt"]')
     browser.execute_script("arguments[0].click()", first)
-    assert browser.execute_script(shown)[0][0] == plots[0][0] // 2
+    of_first = "return document.querySelector('figure[data-chart] .plot').querySelectorAll('.mark').length"
+    assert browser.execute_script(of_first) == plots[0][1] // 2

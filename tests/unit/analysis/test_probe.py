@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ngpt_train.analysis.probe import classes, probe_losses, token_texts
+from ngpt_train.analysis import probe_losses, token_classes
 from ngpt_train.config import load_config
 from ngpt_train.data import Tokens, rows_of
 from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer
@@ -42,10 +42,10 @@ def test_classes_of_frequency_and_position() -> None:
     """Caught: ranks from 0; ids that were never seen among the rarest; a position that is that of the input."""
     counts = np.array([5, 0, 9, 1, *[2] * 20])
     targets = np.array([[2, 0, 3, 1, 4, -100]])
-    of = classes.of_frequency(targets, counts, "text")
+    of = token_classes.of_frequency(targets, counts, "text")
     assert of.names == ["1 to 10", "11 to 24", "not in it"]
     assert [of.names[k] for k in of.labels[0][:5]] == ["1 to 10", "1 to 10", "11 to 24", "not in it", "1 to 10"]
-    of = classes.of_position(np.zeros((2, 6), np.int64))
+    of = token_classes.of_position(np.zeros((2, 6), np.int64))
     assert [of.names[k] for k in of.labels[1]] == ["0", "1", "2 to 3", "2 to 3", "4 to 5", "4 to 5"]
 
 
@@ -68,11 +68,11 @@ class Words(BytesTokenizer):
 
 def test_types_are_of_the_text() -> None:
     """Caught: a space that decoding alone loses; a letter after a letter as a word start; digits as punctuation."""
-    found = token_texts.pieces_of(Words())
+    found = token_classes.pieces_of(Words())
     assert found == list(Words.parts)
     ids = np.array([[0, 1, 3, 1, 2, 4, 5, 6, 8, 9, 0]])
     before = np.concatenate([[[6]], ids[:, :-1]], axis=1)
-    types = [token_texts.TYPES[k] for k in token_texts.piece_types(ids, before, found, eos=6)[0]]
+    types = [token_classes.TYPES[k] for k in token_classes.piece_types(ids, before, found, eos=6)[0]]
     assert types == [
         "word start",
         "word continuation",
@@ -108,12 +108,12 @@ def test_sources_of_targets(packed: str, ends: bool) -> None:
     rows = rows_of(validation, config)
     chosen = np.arange(len(rows))[::2]
     _, targets, *_ = rows.batch(chosen)
-    of = classes.of_source(validation, ["a", "b", "c"], config, chosen)
+    of = token_classes.of_source(validation, ["a", "b", "c"], config, chosen)
     counts = (targets != -100) & (targets != 256)  # eos is the same everywhere
     assert counts.sum() > 100
     assert (of.labels[counts] == targets[counts] // 50).all()
     assert ((of.labels != -100) == (targets != -100)).all()
-    every = classes.of_source(validation, ["a", "b", "c"], config, np.arange(len(rows))).labels
+    every = token_classes.of_source(validation, ["a", "b", "c"], config, np.arange(len(rows))).labels
     assert np.bincount(every[every != -100]).tolist() == [*map(len, shards)]
 
 
@@ -134,7 +134,7 @@ def test_rows_where_two_models_differ_most() -> None:
         {"a": one, "b": two},
         (tokens, targets),
         np.array([7, 8, 9]),
-        [classes.of_position(targets)],
+        [token_classes.of_position(targets)],
         letters,
         2,
         {},

@@ -1,13 +1,8 @@
 """Bad input, for text that is prepared and text that is streamed: a clear error or a counted skip, and nothing lost.
 
-Elsewhere:
-- faults of a single file, in every format: test_data_readers.py;
-- an id beyond the vocabulary: test_data_prepare.py (shards of `prepare`, nanoGPT's files), test_data_megatron.py, and,
-  of a tokenizer that is larger than the model, processes/test_refusals.py; streamed ids are made by that tokenizer;
-- a `prepare` that refuses text leaves the disk as it was: test_data_prepare.py; kills: test_data_prepare_resume.py;
-- an unreachable hub, slow, broken and wrong answers: test_hub.py, processes/test_hub_run.py;
-- a rank that is killed, Ctrl-C, other numbers of ranks: processes/test_streaming.py, processes/test_resume.py;
-- a damaged shard in a whole run: processes/test_streaming.py.
+Elsewhere: faults of a single file (test_data_readers.py), of prepared shards and other token files
+(test_data_prepare.py, test_data_megatron.py), of the hub (test_hub.py), and kills (test_data_prepare_resume.py,
+processes/test_streaming.py).
 """
 
 from __future__ import annotations
@@ -34,13 +29,12 @@ from numpy.typing import NDArray
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
-from ngpt_train.data import open_dataset, reader_of
-from ngpt_train.data.position import Reader
+from ngpt_train.data import open_dataset, reader_of, shard_cache
+from ngpt_train.data.loader import Reader
+from ngpt_train.data.shard_cache import HEADER, Documents, ShardCache, read_header
 from ngpt_train.data.sources.local_files import LocalText, list_files
 from ngpt_train.data.sources.source import FetchError, Shard
-from ngpt_train.data.streamed import shard_cache
-from ngpt_train.data.streamed.shard_cache import HEADER, Documents, ShardCache, read_header
-from ngpt_train.data.streamed.workers import StreamReader
+from ngpt_train.data.workers import StreamReader
 
 ROOT = Path(__file__).parents[3]
 ROWS = 96
@@ -118,10 +112,6 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda text: truncated(write_parquet(text / "c.parquet", {"text": texts(300)})),
         r"c\.parquet: damaged, incomplete or no parquet file",
     ),
-    "utf8": (
-        lambda text: (text / "c.jsonl").write_bytes(lines(texts(20)) + b'{"text": "\xff"}\n'),
-        r"c\.jsonl, line 21: not UTF-8 \(byte 0xff",
-    ),
     "cut line": (
         lambda text: (text / "c.jsonl").write_bytes(lines(texts(20))[:-9]),
         r"c\.jsonl, line 20: not JSON",
@@ -129,11 +119,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("way", WAYS)
-def test_faulty_files_end_the_run(text: Path, tmp_path: Path, way: str, fault: str) -> None:
+def test_faulty_files_end_the_run(text: Path, tmp_path: Path, way: str) -> None:
     """Caught: a traceback in place of the file and its row; documents before the fault that pass for all of them."""
-    make, message = FAULTS[fault]
+    make, message = FAULTS["cut line"]
     make(text)
     for _ in range(2):  # the files of the first try do not hide the fault from the second
         with pytest.raises(DataError, match=message):
@@ -360,11 +349,7 @@ if __name__ == "__main__":
 
 def test_a_trainer_that_does_not_close_its_workers_ends(text: Path, tmp_path: Path) -> None:
     """Caught: an exit that waits for workers which ignore SIGTERM."""
-    (tmp_path / "unclosed.py").write_text(UNCLOSED)
-    finished = subprocess.run(
-        [sys.executable, tmp_path / "unclosed.py", text, tmp_path / "cache"],
-        capture_output=True, text=True, timeout=60, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    finished = run_script(tmp_path / "unclosed.py", UNCLOSED, text, tmp_path / "cache")
     assert finished.returncode == 7, finished.stderr
     assert not Path(f"/proc/{finished.stdout.strip()}").exists()
 
@@ -401,6 +386,10 @@ def shard(name: str) -> Shard:
     return Shard(name, f"identity of {name}", ())
 
 
+def cache_of(tmp_path: Path, source: Made | None = None, limit: float = 1e9, skip_bad: bool = False) -> ShardCache:
+    return ShardCache(tmp_path / "cache", limit, source or Made(tmp_path / "log"), "text", skip_bad)
+
+
 def content(documents: Documents) -> list[str]:
     return [documents.text(i) for i in range(len(documents))]
 
@@ -424,10 +413,8 @@ def header(data: bytes) -> Callable[[Path], object]:
         lambda directory: truncated(directory / "text.bin"),
         lambda directory: (directory / "text.bin").unlink(),
         lambda directory: (directory / HEADER).unlink(),
-        flipped("text.bin"),
-        flipped("ends.bin"),
-        flipped("places.bin"),
-        *map(header, (b"", b"{", b"\xff", b"null", b"[1]", b"{}", b'{"documents": "x", "bytes": 3, "bad": null}')),
+        *map(flipped, ("text.bin", "ends.bin", "places.bin")),
+        *map(header, (b"{", b"null", b"{}", b'{"documents": "x", "bytes": 3, "bad": null}')),
         lambda d: header(json.dumps(read_header(d) | {"sha256": "0"}).encode())(d),
     ],
 )
@@ -436,7 +423,7 @@ def test_a_damaged_copy_is_made_again(
 ) -> None:
     """Caught: other rows, or another split, out of a copy with a wrong byte; a traceback for a damaged header."""
     source = Made(tmp_path / "log")
-    cache = ShardCache(tmp_path / "cache", 1e9, source, "text", skip_bad=False)
+    cache = cache_of(tmp_path, source)
     expected = cache.open(shard("a"))
     places = expected.places.tolist()
     texts = content(expected)
@@ -451,7 +438,7 @@ def test_a_damaged_copy_is_made_again(
 
 def test_no_directory_in_the_place_of_a_copy(tmp_path: Path) -> None:
     """Caught: a pipe that is waited for; a file that is deleted although only a link leads to it."""
-    cache = ShardCache(tmp_path / "cache", 1e9, Made(tmp_path / "log"), "text", skip_bad=False)
+    cache = cache_of(tmp_path)
     for name in "ab":
         cache.open(shard(name))
     linked, pipe = (path.parent for path in (tmp_path / "cache").glob(f"[!.]*/{HEADER}"))
@@ -466,8 +453,8 @@ def test_no_directory_in_the_place_of_a_copy(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_damages_everything_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = ShardCache(tmp_path / "cache", 1e9, Made(tmp_path / "log"), "text", skip_bad=False)
-    monkeypatch.setattr("ngpt_train.data.hashes._hash", lambda *_: ["0", -1])
+    cache = cache_of(tmp_path)
+    monkeypatch.setattr("ngpt_train.data.cache_files._hash", lambda *_: ["0", -1])
     with pytest.raises(DataError, match=r"a: the decoded copy in .* is damaged again and again; is the disk faulty"):
         cache.open(shard("a"))
 
@@ -492,10 +479,10 @@ def in_processes(cache: ShardCache, orders: list[list[str]]) -> list[int | None]
 
 def test_a_kill_while_a_shard_is_decoded(tmp_path: Path) -> None:
     """Caught: half a copy that is taken for the whole; half a copy that stays for ever."""
-    cache = ShardCache(tmp_path / "cache", 1e9, Made(tmp_path / "log", killed=True), "text", skip_bad=False)
+    cache = cache_of(tmp_path, Made(tmp_path / "log", killed=True))
     assert in_processes(cache, [["a"]]) == [-signal.SIGKILL]
     assert not list((tmp_path / "cache").glob(f"[!.]*/{HEADER}"))
-    cache = ShardCache(tmp_path / "cache", 1e9, Made(tmp_path / "log"), "text", skip_bad=False)
+    cache = cache_of(tmp_path)
     assert len(cache.open(shard("a"))) == 30
     assert not [name for name in left(tmp_path / "cache") if name.startswith(".")]
 
@@ -515,7 +502,7 @@ def test_the_cache_is_bounded(tmp_path: Path) -> None:
     """Caught: the newest deleted first; one whose rows are read pulled away; a half one of another process deleted."""
     directory = tmp_path / "cache"
     source = Made(tmp_path / "log")
-    unbounded = ShardCache(directory, 1e9, source, "text", skip_bad=False)
+    unbounded = cache_of(tmp_path, source)
     opened = {name: unbounded.open(shard(name)) for name in "abc"}
     size = sum(path.stat().st_size for path in directory.glob("[!.]*/*")) / 3
     for name, seconds in (("a", 100), ("b", 300), ("c", 200)):
@@ -526,7 +513,7 @@ def test_the_cache_is_bounded(tmp_path: Path) -> None:
     (another / HEADER).write_text("{}")
     os.utime(another / HEADER, (0, 0))
 
-    bounded = ShardCache(directory, 2.5 * size, source, "text", skip_bad=False)
+    bounded = cache_of(tmp_path, source, 2.5 * size)
     last = bounded.open(shard("d"))
     assert held(directory) == ["a", "b", "d"]
     assert content(opened["c"])[-1].startswith("c 29 ")
@@ -534,7 +521,7 @@ def test_the_cache_is_bounded(tmp_path: Path) -> None:
 
     for name in "abd":
         set_age(directory, name, 100)
-    small = ShardCache(directory, 1, source, "text", skip_bad=False)
+    small = cache_of(tmp_path, source, 1)
     assert content(small.open(shard("e")))[0].startswith("e 0 ")
     small.open(shard("f"))
     assert held(directory) == ["e", "f"], "e may not have been read yet by another process"
@@ -547,9 +534,9 @@ def test_the_cache_is_bounded(tmp_path: Path) -> None:
 
 def test_processes_that_share_a_small_cache(tmp_path: Path) -> None:
     """Caught: shards that others delete as soon as they are made, so that all make them again, or give up; a shard that
-    all three decode at the same moment, or of which they read a half."""
+    all three decode at the same moment; half a shard that is read."""
     source = Made(tmp_path / "log", wait=0.2)
-    cache = ShardCache(tmp_path / "cache", 1, source, "text", skip_bad=False)
+    cache = cache_of(tmp_path, source, 1)
     assert in_processes(cache, [list("abcd") * 8, list("adcb") * 8, list("abdc") * 8]) == [0, 0, 0]
     assert sorted(source.asked()) == list("abcd")
 
@@ -569,36 +556,29 @@ def test_a_small_cache_gives_the_same_rows(text: Path, tmp_path: Path, monkeypat
 def test_room_is_made_on_a_full_disk(tmp_path: Path) -> None:
     """The system's own answer ENOSPC. Caught: a run that ends although there are shards that it can make again."""
     source = Made(tmp_path / "log")
-    ShardCache(tmp_path / "cache", 1e9, source, "text", skip_bad=False).open(shard("a"))
-    full = ShardCache(tmp_path / "cache", 1e9, dataclasses.replace(source, full=2), "text", skip_bad=False)
+    cache_of(tmp_path, source).open(shard("a"))
+    full = cache_of(tmp_path, dataclasses.replace(source, full=2))
     assert len(full.open(shard("b"))) == 30
     assert held(tmp_path / "cache") == ["b"]
-
-
-@pytest.mark.parametrize("skip_bad", [False, True])
-def test_a_full_disk_is_one_error(tmp_path: Path, skip_bad: bool) -> None:
-    """Caught: a shard that is left out as faulty because there was no room for it; anything half-made."""
-    cache = ShardCache(tmp_path / "cache", 1e9, Made(tmp_path / "log", full=99), "text", skip_bad=skip_bad)
-    with pytest.raises(DataError, match=r"cannot be written \(No space left on device\).*data\.cache"):
-        cache.open(shard("a"))
-    assert not (tmp_path / "cache").exists()
 
 
 @dataclasses.dataclass(frozen=True)
 class OnFullDisk(Made):
     """Lets one of the files of its copy end on a disk that is full."""
 
-    file: str = "ends.bin"
+    file: str = "text.bin"
 
     def documents(self, shard: Shard, scratch: Path) -> Iterator[str]:
         (scratch.parent / self.file).symlink_to("/dev/full")
         return super().documents(shard, scratch)
 
 
-@pytest.mark.parametrize("file", ["ends.bin", "places.bin", HEADER])
-def test_a_disk_that_is_full_at_the_end(tmp_path: Path, file: str) -> None:
-    """Caught: numpy's tofile, which takes a full disk for success where the file is short."""
-    cache = ShardCache(tmp_path / "cache", 1e9, OnFullDisk(tmp_path / "log", file=file), "text", skip_bad=False)
+@pytest.mark.parametrize("skip_bad", [False, True])
+@pytest.mark.parametrize("file", ["text.bin", "ends.bin", "places.bin", HEADER])
+def test_a_full_disk_is_one_error(tmp_path: Path, file: str, skip_bad: bool) -> None:
+    """Caught: a shard that is left out as faulty because there was no room for it; anything half-made; numpy's tofile,
+    which takes a full disk for success where the file is short."""
+    cache = cache_of(tmp_path, OnFullDisk(tmp_path / "log", file=file), skip_bad=skip_bad)
     with pytest.raises(DataError, match=r"cannot be written \(No space left on device\).*data\.cache"):
         cache.open(shard("a"))
     assert not (tmp_path / "cache").exists()
@@ -612,27 +592,29 @@ from ngpt_train.data import open_dataset
 from ngpt_train.data.sources import local_files
 from tests.unit.data.test_bad_input import config
 if __name__ == "__main__":
-    way, text, cache, workers = sys.argv[1:]
     local_files.UNIT_BYTES = 200_000  # so that there is work for two processes
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
     try:
-        open_dataset(config(text, Path(cache), way, prepare_workers=int(workers)))
+        open_dataset(config(sys.argv[1], Path(sys.argv[2]), "prepared", prepare_workers=2))
     except DataError as error:
         print(error)
 """
 
 
-@pytest.mark.parametrize(("way", "workers"), [("prepared", 2), ("streamed", 0)])
-def test_files_that_may_not_grow(tmp_path: Path, way: str, workers: int) -> None:
+def run_script(script: Path, code: str, *arguments: Path | str) -> subprocess.CompletedProcess[str]:
+    script.write_text(code)
+    return subprocess.run(
+        [sys.executable, script, *arguments],
+        capture_output=True, text=True, timeout=120, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+def test_files_that_may_not_grow(tmp_path: Path) -> None:
     """A quota, and what stands for a full disk without a disk. Caught: a traceback out of a process of `prepare`."""
     (tmp_path / "text").mkdir()
     for name in "ab":
         (tmp_path / "text" / f"{name}.jsonl").write_bytes(lines(texts(3000)))
-    (tmp_path / "limited.py").write_text(LIMITED)
-    finished = subprocess.run(
-        [sys.executable, tmp_path / "limited.py", way, tmp_path / "text", tmp_path / "cache", str(max(1, workers))],
-        capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    finished = run_script(tmp_path / "limited.py", LIMITED, tmp_path / "text", tmp_path / "cache")
     assert re.search(r"cannot be written \(File too large\).*data\.cache", finished.stdout), finished
     assert "Traceback" not in finished.stderr
     assert left(tmp_path / "cache") == []
@@ -659,8 +641,8 @@ if __name__ == "__main__":
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, found)
 """
 LONG_BYTES = 200_000_000
-# Bytes in memory for each of the document's, with ids of one or two bytes. Streamed: its text and its UTF-8, the ids of
-# its stretches and those with eos, 4.9 when this was written. Prepared: also those of a part and what is written, 7.9.
+# Bytes in memory for each byte of the document, with ids of one or two bytes. Streamed: its text, its UTF-8, the ids of
+# its stretches and all its ids with eos: 4.9, measured. Prepared: also the ids of a part, and the written bytes: 7.9.
 # One copy of ids of eight bytes would add 8.
 COPIES = {"prepared": 9, "streamed": 6}
 
@@ -669,7 +651,6 @@ COPIES = {"prepared": 9, "streamed": 6}
 @pytest.mark.parametrize("way", WAYS)
 def test_a_document_of_200_mb(tmp_path: Path, way: str) -> None:
     """Caught: ids of eight bytes, or a copy too many, of a text that is large enough to end a machine."""
-    (tmp_path / "long.py").write_text(LONG)
     peaks = []
     for n in (1000, LONG_BYTES):
         directory = tmp_path / str(n)
@@ -679,10 +660,7 @@ def test_a_document_of_200_mb(tmp_path: Path, way: str) -> None:
             for _ in range(n // 1000):
                 file.write(b"~ words " * 125)
             file.write(b'"}\n' + lines(texts(60, 100)))
-        finished = subprocess.run(
-            [sys.executable, tmp_path / "long.py", way, directory, tmp_path / "cache"],
-            capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+        finished = run_script(tmp_path / "long.py", LONG, way, directory, tmp_path / "cache")
         peak, found = map(int, finished.stdout.split())
         peaks.append(peak)
         assert found >= 125

@@ -9,8 +9,7 @@ import json
 import logging
 import os
 import random
-import subprocess
-import sys
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,27 +21,26 @@ import pytest
 from filelock import FileLock
 
 from ngpt_train.config.schema import Config
-from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.core.errors import DataError
 from ngpt_train.data import (
     Dataset,
     Tokens,
-    directory,
-    hashes,
+    cache_files,
     load_tokenizer,
     open_dataset,
     prepare_dataset,
     tokenizers,
 )
-from ngpt_train.data.hashes import FileHashes
-from ngpt_train.data.prepared.build import Preparation
+from ngpt_train.data.cache_files import FileHashes
+from ngpt_train.data.prepared_text import Preparation
 from ngpt_train.verbs import prepare as verb
 from tests.unit.data.test_tokenizer import tokenizer_json
 
 EOS = 256
 
 
-def documents(n: int = 60) -> list[str]:
-    rng = random.Random(1)
+def documents(n: int = 60, seed: int = 1) -> list[str]:
+    rng = random.Random(seed)
     words = [bytes(rng.choices(range(97, 123), k=rng.randrange(2, 9))).decode() for _ in range(300)]
     return [f"{i}: " + " ".join(rng.choices(words, k=rng.randrange(5, 60))) + "\n" for i in range(n)]
 
@@ -140,7 +138,7 @@ def test_tokenizer_is_trained_from_the_training_documents(cfg: Config) -> None:
 def test_cache_is_keyed_by_content(cfg: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     first = open_dataset(cfg)
     Path(cfg.data.path or "", "part0.jsonl").touch()
-    monkeypatch.setattr("ngpt_train.data.prepared.build.build_directory", None)  # nothing is prepared again
+    monkeypatch.setattr("ngpt_train.data.prepared_text.build_directory", None)  # nothing is prepared again
     assert open_dataset(cfg).path == first.path
     monkeypatch.undo()
     cfg.data.val_fraction = 0.2
@@ -221,20 +219,20 @@ def test_a_given_tokenizer_needs_no_download(cfg: Config, monkeypatch: pytest.Mo
 
 def test_one_process_of_a_cache_hashes_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait for the checksum, without a process group. Caught: each of them hashes all files."""
-    monkeypatch.setattr(hashes, "SETTLED", -1.0)
-    monkeypatch.setattr(hashes, "SHARED", 1000)
+    monkeypatch.setattr(cache_files, "SETTLED", -1.0)
+    monkeypatch.setattr(cache_files, "SHARED", 1000)
     files = [tmp_path / f"{i}.bin" for i in range(3)]
     for i, file in enumerate(files):
         np.full(1000, i, "<u2").tofile(file)
     hashed: list[Path] = []
-    hash_file = hashes._hash
+    hash_file = cache_files._hash
 
     def slow(path: Path, dtype: str | None) -> list[Any]:
         hashed.append(path)
         time.sleep(0.2)
         return hash_file(path, dtype)
 
-    monkeypatch.setattr(hashes, "_hash", slow)
+    monkeypatch.setattr(cache_files, "_hash", slow)
     with ThreadPoolExecutor(4) as ranks:  # a lock keeps out threads as it does processes
         found = list(ranks.map(lambda _: [FileHashes(tmp_path / "cache").tokens(f, "<u2") for f in files], range(4)))
     assert sorted(hashed) == files
@@ -245,7 +243,7 @@ def test_one_process_of_a_cache_hashes_a_large_file(tmp_path: Path, monkeypatch:
 
 
 def test_hashes_where_the_cache_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hashes, "SHARED", 1)
+    monkeypatch.setattr(cache_files, "SHARED", 1)
     (tmp_path / "file").write_bytes(b"aaaa")
     (tmp_path / "cache").write_bytes(b"not a directory")
     known = FileHashes(tmp_path / "cache" / "below")
@@ -254,7 +252,7 @@ def test_hashes_where_the_cache_cannot_be_written(tmp_path: Path, monkeypatch: p
 
 
 def test_checksums_are_remembered_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hashes, "SETTLED", -1.0)
+    monkeypatch.setattr(cache_files, "SETTLED", -1.0)
     file = tmp_path / "file"
     file.write_bytes(b"aaaa")
     known = FileHashes(tmp_path / "cache")
@@ -262,7 +260,7 @@ def test_checksums_are_remembered_until_a_file_changes(tmp_path: Path, monkeypat
     assert not (tmp_path / "cache").exists()
     known.save()
     with monkeypatch.context() as patch:
-        patch.setattr(hashes, "_hash", None)
+        patch.setattr(cache_files, "_hash", None)
         assert FileHashes(tmp_path / "cache").sha256(file) == first
     stat = file.stat()
     while file.stat().st_ctime_ns == stat.st_ctime_ns:  # until the file system's clock ticks
@@ -286,7 +284,7 @@ def test_a_directory_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monke
     """Caught: a name that a power failure leaves without the files; a lock that others wait for after it is gone."""
     target = tmp_path / "target"
     done: list[str] = []
-    rename, sync, release = os.rename, directory.sync, FileLock.release
+    rename, sync, release = os.rename, cache_files.sync, FileLock.release
 
     def write(partial: Path) -> None:
         (partial / "file").write_bytes(b"text")
@@ -306,9 +304,9 @@ def test_a_directory_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", renamed)
-        patch.setattr(directory, "sync", synced)
+        patch.setattr(cache_files, "sync", synced)
         patch.setattr(FileLock, "release", released)
-        directory.build_directory(target, write)
+        cache_files.build_directory(target, write)
     assert done[:5] == ["file", "directory", "rename", "directory", "release"]
 
 
@@ -336,14 +334,6 @@ def test_out_is_written_once_and_never_over(cfg: Config, tmp_path: Path, capsys:
         verb.main(cfg, [])
 
 
-def one_text(cfg: Config) -> None:
-    write_corpus(Path(cfg.data.path or ""), ["again"] * 3)
-
-
-def no_text(cfg: Config) -> None:
-    write_corpus(Path(cfg.data.path or ""), ["", ""])
-
-
 def last_line_broken(cfg: Config) -> None:
     with Path(cfg.data.path or "", "part2.jsonl").open("a") as file:
         file.write('{"body": 1}\n')
@@ -361,8 +351,8 @@ def setting(**values: Any) -> Callable[[Config], None]:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (one_text, "all 3 documents are the same text"),
-        (no_text, r"no text \(2 empty documents\)"),
+        (lambda cfg: write_corpus(Path(cfg.data.path), ["again"] * 3), "all 3 documents are the same text"),
+        (lambda cfg: write_corpus(Path(cfg.data.path), ["", ""]), r"no text \(2 empty documents\)"),
         (last_line_broken, r"part2\.jsonl, line 21: no field 'text' \(there are: 'body'\)"),
         (setting(data__val_fraction=1e-4), r"none of 60 documents for validation; set data\.val_fraction to at least"),
         (setting(data__val_fraction=0.9999), r"none of 60 documents for training; set data\.val_fraction to at most"),
@@ -419,36 +409,45 @@ def test_a_file_that_changes_meanwhile(cfg: Config, monkeypatch: pytest.MonkeyPa
     assert not (tmp_path / "cache").exists()
 
 
-def run_prepare(cfg: Config, patch: str) -> subprocess.Popen[str]:
-    code = (
-        "import logging, sys; from ngpt_train.config.schema import Config; from ngpt_train.data import open_dataset\n"
-        "logging.basicConfig(level=logging.INFO, format='%(message)s')\n"
-        "cfg = Config(); cfg.data.kind, cfg.data.path, cfg.data.cache = 'local', *sys.argv[1:]\n"
-        "cfg.data.val_fraction, cfg.tokenizer.kind, cfg.model.context = 0.1, 'bytes', 32\n"
-        f"{patch}\nprint(open_dataset(cfg).fingerprint)"
-    )
-    command = [sys.executable, "-c", code, str(cfg.data.path), str(cfg.data.cache)]
-    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def test_two_at_once_prepare_once(
+    cfg: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    tokenize = Preparation._tokenize
 
+    def slow(*args: Any) -> None:
+        time.sleep(0.3)
+        tokenize(*args)
 
-def test_two_processes_prepare_once(cfg: Config, tmp_path: Path) -> None:
-    slow = (
-        "import time; from ngpt_train.data.prepared.build import Preparation; write = Preparation._tokenize\n"
-        "Preparation._tokenize = lambda *args: (time.sleep(1), write(*args))[1]"
-    )
-    processes = [run_prepare(cfg, slow) for _ in range(2)]
-    results = [process.communicate() for process in processes]
-    assert len({out for out, _ in results}) == 1
-    assert len(results[0][0]) == 65
-    assert "".join(err for _, err in results).count("preparing data=local") == 1
+    monkeypatch.setattr(Preparation, "_tokenize", slow)
+    with ThreadPoolExecutor(2) as processes:  # a lock keeps out threads as it does processes
+        found = list(processes.map(lambda _: open_dataset(cfg).fingerprint, range(2)))
+    assert len(set(found)) == 1
+    assert caplog.text.count("preparing data=local") == 1
     assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 1
 
 
-def edit_manifest(directory: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    path = directory / "manifest.json"
-    manifest = json.loads(path.read_text())
-    edit(manifest)
-    path.write_text(json.dumps(manifest))
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of prepared shards, with a tokenizer of 300 pieces."""
+    directory = tmp_path_factory.mktemp("prepared")
+    cfg = config(write_corpus(directory / "text", documents()), directory / "cache")
+    cfg.tokenizer.kind, cfg.tokenizer.vocab_size = "sentencepiece", 300
+    return prepare_dataset(cfg, directory / "out").path
+
+
+def forged(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def forge(directory: Path) -> None:
+        path = directory / "manifest.json"
+        manifest = json.loads(path.read_text())
+        edit(manifest)
+        path.write_text(json.dumps(manifest))
+
+    return forge
+
+
+def shard_says(**values: Any) -> Callable[[Path], None]:
+    return forged(lambda manifest: manifest["splits"]["train"]["shards"][0].update(values))
 
 
 def flip(directory: Path, name: str) -> None:
@@ -461,13 +460,17 @@ def cut_file(directory: Path, name: str) -> None:
     (directory / name).write_bytes((directory / name).read_bytes()[:-2])
 
 
-def forge_id(directory: Path) -> None:
-    """An id beyond the vocabulary in a shard whose checksum is right."""
-    data = np.fromfile(directory / "val-00000.bin", "<u2")
-    data[3] = 300
-    data.tofile(directory / "val-00000.bin")
-    sha256 = FileHashes(directory).sha256(directory / "val-00000.bin")
-    edit_manifest(directory, lambda m: m["splits"]["validation"]["shards"][0].update(sha256=sha256))
+def number(name: str, dtype: str, place: int, value: int) -> Callable[[Path], None]:
+    """A wrong number in a file of the training split, whose checksum in the manifest is right."""
+
+    def forge(directory: Path) -> None:
+        numbers = np.fromfile(directory / name, dtype)
+        numbers[place] = value
+        numbers.tofile(directory / name)
+        sha256 = FileHashes(directory).sha256(directory / name)
+        shard_says(**{"index_sha256" if name.endswith(".idx") else "sha256": sha256})(directory)
+
+    return forge
 
 
 @pytest.mark.parametrize(
@@ -478,26 +481,42 @@ def forge_id(directory: Path) -> None:
         (lambda d: cut_file(d, "train-00000.bin"), r"train-00000\.bin: \d+ bytes, but the manifest says \d+"),
         (lambda d: (d / "val-00000.bin").unlink(), r"val-00000\.bin: cannot be read"),
         (lambda d: (d / "train-00000.idx").unlink(), r"train-00000\.idx: cannot be read"),
-        (lambda d: cut_file(d, "manifest.json"), r"manifest\.json: damaged"),
-        (lambda d: edit_manifest(d, lambda m: m.pop("dtype")), r"manifest\.json: damaged"),
-        (lambda d: edit_manifest(d, lambda m: m["splits"]["train"].update(sha256="0")), "damaged.*fingerprint"),
-        (lambda d: edit_manifest(d, lambda m: m.update(version=2)), "format version 2, this program reads 1"),
+        (number("train-00000.bin", "<u2", 3, 300), r"train-00000\.bin: holds id 300, .* ids below 300"),
+        # Documents beyond the ids, for which memory would be taken, or documents that never end.
+        (number("train-00000.idx", "<u8", -1, 10**12), r"train-00000\.idx: its documents do not fit"),
+        (number("train-00000.idx", "<u8", 0, 5), r"train-00000\.idx: its documents do not fit"),
+        (number("train-00000.idx", "<u8", 3, 1), r"train-00000\.idx: its documents do not follow"),
         (lambda d: (d / "tokenizer.model").write_bytes(b"x"), r"tokenizer\.model: not the tokenizer that made"),
-        (
-            lambda d: (d / "manifest.json").unlink(),
-            r"not a directory with manifest\.json.*missing: train\.bin, val\.bin",
-        ),
-        (forge_id, r"val-00000\.bin: holds id 300, but tokenizer sentencepiece-300.* ids below 300"),
+        (lambda d: (d / "manifest.json").unlink(), r"with manifest\.json.*missing: train\.bin, val\.bin"),
+        (lambda d: cut_file(d, "manifest.json"), r"manifest\.json: damaged"),
+        (forged(lambda m: m.update(version=2)), "format version 2, this program reads 1"),
+        (forged(lambda m: m["splits"]["train"].update(sha256="0")), "damaged.*fingerprint"),
+        (forged(lambda m: m.pop("dtype")), "dtype is None"),
+        (forged(lambda m: m.update(dtype="O")), "dtype is 'O'"),
+        (forged(lambda m: m["tokenizer"].update(eos="1")), "eos='1'"),
+        (forged(lambda m: m["tokenizer"].update(eos=-1)), "eos=-1"),
+        (forged(lambda m: m["tokenizer"].update(eos=300)), "eos=300"),
+        (shard_says(file="../val-00000.bin"), r"called '\.\./val-00000\.bin'"),
+        (shard_says(index="/dev/zero"), "called '/dev/zero'"),
+        (shard_says(documents=10**12), "1000000000000 documents"),
+        (forged(lambda m: m["splits"]["train"].update(shards=[])), "there are no shards"),
+        (forged(lambda m: m["splits"]["train"].update(tokens=10**15)), "not the sum of its shards"),
     ],
 )
-def test_damaged_shards_are_refused(cfg: Config, tmp_path: Path, spoil: Callable[[Path], object], message: str) -> None:
-    cfg.tokenizer.kind, cfg.tokenizer.vocab_size = "sentencepiece", 300
-    prepared = prepare_dataset(cfg, tmp_path / "out")
-    cfg.data.kind, cfg.data.path = "tokens", str(tmp_path / "out")
-    assert open_dataset(cfg).fingerprint == prepared.fingerprint
-    spoil(tmp_path / "out")
+def test_damaged_or_forged_shards_are_refused(
+    made: Path, tmp_path: Path, spoil: Callable[[Path], object], message: str
+) -> None:
+    """Caught: a file outside of the directory that is opened; memory for a number that somebody has made up."""
+    directory = tmp_path / "out"
+    shutil.copytree(made, directory)
+    spoil(directory)
     with pytest.raises(DataError, match=message):
-        open_dataset(cfg)
+        open_dataset(config(directory, tmp_path / "cache", kind="tokens", pack="best_fit"))
+
+
+def test_prepared_shards_are_opened(made: Path, tmp_path: Path) -> None:
+    opened = open_dataset(config(made, tmp_path / "cache", kind="tokens", pack="best_fit"))
+    assert opened.fingerprint == json.loads((made / "manifest.json").read_text())["fingerprint"]
 
 
 def test_nanogpt_files(cfg: Config, tmp_path: Path) -> None:
@@ -530,13 +549,10 @@ def test_nanogpt_files(cfg: Config, tmp_path: Path) -> None:
         file.write(b"\0")
     with pytest.raises(DataError, match=r"val\.bin: \d+ bytes, which is no number of uint16 ids"):
         open_dataset(cfg)
-    cfg.data.path = None
-    with pytest.raises(ConfigError, match=r"data\.path=null"):
-        open_dataset(cfg)
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
-    from ngpt_train.data.prepared.shard_writer import SplitWriter, dtype_for
+    from ngpt_train.data.shard_writer import SplitWriter, dtype_for
 
     assert dtype_for(65_536) == "<u2"
     writer = SplitWriter(tmp_path, "train", dtype_for(65_537), shard_tokens=10)

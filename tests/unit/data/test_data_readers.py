@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from ngpt_train.config.schema import DataConfig
-from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.core.errors import DataError
 from ngpt_train.data.sources import open_source
 
 TEXTS = ["Ein Anfang.\r\n\tZwei\u2028Zeilen\n", "", "naïve 😀 \0 ▁", "x" * 70_000]
@@ -145,24 +145,20 @@ def test_faults_are_named(tmp_path: Path, make: Callable[[Path], Path], parts: l
 
 
 def test_nothing_to_read(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such file or directory, and no file matches"):
-        read(tmp_path / "none*.txt")
     (tmp_path / "a.md").write_text("x")
     with pytest.raises(DataError, match="holds no text"):
         read(tmp_path)
     os.mkfifo(tmp_path / "a.jsonl")
     with pytest.raises(DataError, match=r"a\.jsonl: a pipe or a device"):
         read(tmp_path / "a.jsonl")
-    with pytest.raises(ConfigError, match=r"data\.path"):
-        open_source(DataConfig(kind="local"))
 
 
 def test_embedded_is_the_standard_library() -> None:
     source = open_source(DataConfig())
-    names = {"/".join(file.parts[-2:]) for file in source.files}
-    assert "json/decoder.py" in names
+    found = {"/".join(file.parts[-2:]): file for file in source.files}
+    assert source.files == sorted(source.files)
     assert not any({"test", "tests", "site-packages"} & set(file.parts) for file in source.files)
-    documents = list(source.documents())
-    assert any("class JSONDecoder" in text for text in documents)
-    assert sum(text.startswith("The ") for text in documents) > 20  # the topics of help()
-    assert documents[:300] == list(islice(source.documents(), 300))
+    few = dataclasses.replace(source, files=[found["json/decoder.py"], found["pydoc_data/topics.py"]])
+    module, *topics = few.documents()
+    assert "class JSONDecoder" in module
+    assert sum(text.startswith("The ") for text in topics) > 20  # of help()

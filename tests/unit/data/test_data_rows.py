@@ -18,7 +18,7 @@ from ngpt_train.data import Rows, Tokens, TrainLoader, data_hash, merged, rows_o
 from ngpt_train.data.loader import PreparedReader, hash_of_rows
 from ngpt_train.data.permutation import shuffled
 from ngpt_train.data.rows import BestFit, NextToken, RowFormat, Span, best_fit
-from ngpt_train.data.streamed.stream import window_shards
+from ngpt_train.data.streamed_text import window_shards
 from ngpt_train.models.gpt.keys import GPTConfig
 
 CONTEXT, EOS = 5, 4321
@@ -46,7 +46,7 @@ def test_every_row_once_per_epoch(n: int) -> None:
         assert (order[:n] != shuffled(positions[:n], n, seed=6)).mean() > 0.9
 
 
-@pytest.mark.parametrize("n", [3, 5, 6, pytest.param(7, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("n", [3, 5, pytest.param(7, marks=pytest.mark.exhaustive)])
 def test_orders_of_few_rows_are_all_as_likely(n: int) -> None:
     """Over seeds, and over the epochs of one. Caught: a Feistel network of few numbers, which prefers some orders."""
     factorial = math.factorial(n)
@@ -65,12 +65,6 @@ def test_the_order_of_more_rows_is_what_it_was() -> None:
     """Runs go on with it, and so do windows of few shards. The numbers are older than the shuffle of few rows."""
     assert shuffled(np.arange(10), 10, 5).tolist() == [8, 3, 7, 9, 6, 5, 0, 4, 2, 1]
     assert window_shards(7, 7, 0, 0, 5) == [1, 0, 3, 4, 6, 5, 2]
-
-
-def test_no_rows_are_refused() -> None:
-    """Caught: a division by zero where few rows are shuffled otherwise than many."""
-    with pytest.raises(ValueError, match="cannot shuffle 0 rows"):
-        shuffled(np.arange(3), 0, seed=1)
 
 
 def test_shuffle_looks_random() -> None:
@@ -214,8 +208,3 @@ def test_data_hash_tells_rows_and_their_order_apart() -> None:
     changed[3, -1] += 1
     others = [hash_of_rows(numbers, (tokens_, changed)), hash_of_rows(numbers, (tokens_[::-1], targets[::-1]))]
     assert len({reference % 2**64, *(other % 2**64 for other in others)}) == 3
-
-
-def test_batch_must_divide() -> None:
-    with pytest.raises(ValueError, match="24 rows"):
-        TrainLoader(PreparedReader(rows(), 0), 24, 5, world_size=2)

@@ -7,8 +7,17 @@ import numpy as np
 import pytest
 
 from ngpt_train.config import Config, load_config
-from ngpt_train.data import EpochRows, Tokens, epoch_rows, many_epochs, open_dataset, planned_rows, prepare_dataset
-from ngpt_train.data.loader import TrainLoader, reader_of
+from ngpt_train.data import (
+    EpochRows,
+    Tokens,
+    TrainLoader,
+    epoch_rows,
+    many_epochs,
+    open_dataset,
+    planned_rows,
+    prepare_dataset,
+    reader_of,
+)
 
 WORDS = ("the", "of", "and", "to", "in", "that", "it", "was", "for", "on", "with", "as", "his", "they", "at", "be")
 

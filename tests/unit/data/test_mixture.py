@@ -35,7 +35,7 @@ def test_mixture(text: Path) -> None:
     mixture = f"web 6 local {text}; old 3 tokens {text.parent / 'prepared'}\nnew 1 local {other}"
     config = replace(alone, data=replace(alone.data, kind="mixture", path=None, mixture=mixture))
     expected, end, by_source = consumed(config, [(12, 1, 0)], batch_rows=80)
-    parts = [(2, 5, 0), (2, 2, 1), (1, 1, 2), (3, 16, 0), (1, 4, 0), (3, 40, 0)]
+    parts = [(3, 5, 0), (2, 2, 1), (4, 1, 0), (1, 16, 0), (1, 4, 0), (1, 40, 0)]
     found, state, found_by_source = consumed(config, parts, ahead=2, batch_rows=80)
     np.testing.assert_array_equal(found, expected)
     assert state == end

@@ -16,7 +16,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir, triton_ca
 
 from ngpt_train.config import load_config
 from ngpt_train.core import log
-from ngpt_train.distributed.compile_cache import INDUCTOR, TRITON, VARIABLES, machine
+from ngpt_train.distributed.compilation import INDUCTOR, TRITON, VARIABLES, machine
 from ngpt_train.distributed.layouts import parallelize
 from ngpt_train.distributed.world import World
 
@@ -37,16 +37,32 @@ def build(cache: Path | str, compiled: bool = True) -> None:
     parallelize(config, World(0, 1, 0, torch.device("cpu")), micro_rows=1)
 
 
-@pytest.mark.parametrize("relative", [False, True])
-def test_where_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relative: bool) -> None:
-    """Caught: a directory that other machines share, a relative one, which compiling processes that work elsewhere do
-    not find."""
+@pytest.mark.parametrize(
+    ("torchs", "tritons", "ours"),
+    [
+        (None, None, [INDUCTOR, TRITON]),
+        (default_cache_dir(), None, [INDUCTOR, TRITON]),  # torch sets it while it is imported; it is nobody's choice
+        ("/chosen", None, []),  # torch puts Triton's files there too
+        (None, "/chosen", [INDUCTOR]),
+        (default_cache_dir(), "/chosen", [INDUCTOR]),
+    ],
+)
+def test_where_it_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torchs: str | None, tritons: str | None, ours: list[str]
+) -> None:
+    """Caught: a variable of the user's that is overwritten, or that keeps the other from being set; a directory that
+    other machines share, or a relative one, which compiling processes that work elsewhere do not find."""
+    given = {name: value for name, value in ((INDUCTOR, torchs), (TRITON, tritons)) if value is not None}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
-    build("." if relative else tmp_path)
-    assert [os.environ[name] for name in VARIABLES] == [
-        str(tmp_path / "compiled" / machine() / part) for part in ("inductor", "triton")
-    ]
+    build(".")
+    kept = {name: str(tmp_path / "compiled" / machine() / VARIABLES[name]) for name in ours}
+    assert {name: os.environ[name] for name in VARIABLES if name in os.environ} == given | kept
     assert torch.__version__ in machine()
+    assert (tmp_path / "compiled").exists() == bool(ours)
+    if torchs == "/chosen":
+        assert triton_cache_dir(0) == "/chosen/triton/0"
 
 
 def test_machines_differ_by_their_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,35 +73,6 @@ def test_machines_differ_by_their_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Path, "read_text", lambda _, described=described: described)
         names.append(machine())
     assert names[0] == names[1] != names[2]
-
-
-def test_torchs_default_is_nobodys_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caught: what torch itself sets while it is imported, taken for the user's."""
-    monkeypatch.setenv(INDUCTOR, default_cache_dir())
-    build(tmp_path)
-    assert os.environ[INDUCTOR].startswith(str(tmp_path))
-
-
-def test_torchs_directory_is_tritons_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caught: Triton's files in data.cache, which the user left by naming another place for torch's; torch would put
-    them there too."""
-    monkeypatch.setenv(INDUCTOR, str(tmp_path / "chosen"))
-    build(tmp_path / "cache")
-    assert os.environ[INDUCTOR] == str(tmp_path / "chosen")
-    assert TRITON not in os.environ
-    assert triton_cache_dir(0) == str(tmp_path / "chosen/triton/0")
-    assert not (tmp_path / "cache").exists()
-
-
-@pytest.mark.parametrize("torchs", [None, default_cache_dir()])
-def test_the_choice_for_triton_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torchs: str | None) -> None:
-    """Caught: a variable of the user's that is overwritten, or one that keeps the other from being set."""
-    monkeypatch.setenv(TRITON, "/chosen")
-    if torchs is not None:
-        monkeypatch.setenv(INDUCTOR, torchs)
-    build(tmp_path)
-    assert os.environ[TRITON] == "/chosen"
-    assert os.environ[INDUCTOR].startswith(str(tmp_path))
 
 
 def test_nothing_compiled_nothing_kept(tmp_path: Path) -> None:

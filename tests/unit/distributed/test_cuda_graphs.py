@@ -15,14 +15,14 @@ from ngpt_train.core.errors import ConfigError
 from ngpt_train.data import Tokens
 from ngpt_train.data.rows import NextToken, RowFormat
 from ngpt_train.distributed import layouts
-from ngpt_train.distributed.cuda_graphs import check_cuda_graphs
+from ngpt_train.distributed.compilation import check_cuda_graphs
 from ngpt_train.evaluation.validation import Validation
 from ngpt_train.models import export_weights
 from ngpt_train.training import build_state, train_step
 from ngpt_train.training.checkpoint import Checkpoints, load_state
 from ngpt_train.training.state import TrainState
-from tests.properties.architectures import ARCHITECTURES, SMALL
-from tests.properties.runs import padded_rows, run_config, text_like_rows
+from tests.properties.architectures import SMALL
+from tests.properties.runs import micro_batches, run_config
 from tests.reference.training import Recipe
 from tests.unit.training.test_waits import Waits
 
@@ -65,11 +65,7 @@ def with_graphs(name: str) -> TrainState:
 
 
 def batches(name: str, step: int) -> list[tuple[Tensor, ...]]:
-    if ARCHITECTURES[name.partition(" with ")[0]].has_encoder:
-        batch: tuple[Tensor, ...] = padded_rows(ROWS, T, SMALL, step)
-    else:
-        batch = text_like_rows(ROWS, T, SMALL.vocab_size, step)
-    return list(zip(*(part.split(ROWS // MICRO_BATCHES) for part in batch), strict=True))
+    return micro_batches(name.partition(" with ")[0], SMALL, ROWS, T, step, MICRO_BATCHES)
 
 
 @pytest.mark.parametrize(
@@ -91,22 +87,13 @@ def test_where_it_does_not_fit(options: list[str], says: list[str]) -> None:
         assert words in str(error.value)
 
 
-def test_several_ranks() -> None:
-    """Caught: parallel=auto, which is ddp or fsdp on several ranks."""
-    with pytest.raises(
-        ConfigError, match=r"train\.cuda_graphs=true, parallel\.kind=auto: only one process.*there are 2"
-    ):
-        load_config(["train.cuda_graphs=true"], world_size=2)
-
-
 def test_where_it_fits() -> None:
-    """Caught: a refusal too many."""
+    """Caught: a refusal too many; parallel=auto, which is ddp or fsdp on several ranks; a run that is slow in silence,
+    because the GPU was not found."""
     for options in ([], ["model=powernorm", "model.norm=layer"], ["train.activation_checkpointing=full"]):
         load_config(["train.cuda_graphs=true", *options])
-
-
-def test_a_cpu_that_auto_has_found() -> None:
-    """Caught: a run that is slow in silence, because the GPU was not found."""
+    with pytest.raises(ConfigError, match=r"train\.cuda_graphs=true, parallel\.kind=auto: only one.*there are 2"):
+        load_config(["train.cuda_graphs=true"], world_size=2)
     with pytest.raises(ConfigError, match=r"train\.cuda_graphs=true: the device is cpu.*\n.*train\.cuda_graphs=false"):
         with_graphs("gpt")
     check_cuda_graphs(torch.device("cuda"))
@@ -135,7 +122,8 @@ def test_a_step_is_what_it_was(name: str, pretended: Calls, steps: list[None]) -
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_stay_where_they_are(name: str, pretended: Calls, steps: list[None]) -> None:
     """Caught: memory of a graph in .grad, which the next micro batch overwrites: in each backward pass, what arrives is
-    added to memory that was there before, and that no graph knows."""
+    added to memory that was there before, and that no graph knows; a beginning, or held gradients, that ask the
+    device."""
     state = with_graphs(name)
 
     def check_held(*_: Any) -> None:
@@ -155,7 +143,10 @@ def test_gradients_stay_where_they_are(name: str, pretended: Calls, steps: list[
     state.model.register_forward_pre_hook(check)  # before each micro batch
     state.optimizer.register_step_pre_hook(check)
     for step in range(1, 3):
-        train_step(state, batches(name, step))
+        rows = batches(name, step)
+        with Waits() as waits:
+            train_step(state, rows)
+        assert waits.seen == []
     assert len(seen) == 2 * (MICRO_BATCHES + 1)
     assert all((parameter.grad == 0).all() for parameter in state.model.parameters())
 
@@ -192,17 +183,6 @@ def test_a_checkpoint_goes_in_and_out(tmp_path: Path, pretended: Calls, steps: l
     load_state(saved, resumed)
     weights = export_weights(trained(resumed, 2, 4).model)
     assert all(torch.equal(x, weights[key]) for key, x in export_weights(whole.model).items())
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_it_waits_for_nothing(name: str, pretended: Calls, steps: list[None]) -> None:
-    """Caught: a beginning, or held gradients, that ask the device."""
-    state = with_graphs(name)
-    for step in range(2):
-        micro_batches = batches(name, step)
-        with Waits() as waits:
-            train_step(state, micro_batches)
-        assert waits.seen == []
 
 
 def test_a_bad_step_leaves_no_trace_in_what_is_held(pretended: Calls, steps: list[None]) -> None:

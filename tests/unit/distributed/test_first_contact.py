@@ -21,7 +21,7 @@ from ngpt_train.distributed.first_contact import first_contact
 from ngpt_train.distributed.world import World
 from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.check.calls import Call, recorded
-from ngpt_train.kernels.check.children import Finding
+from ngpt_train.kernels.check.kernel_findings import Finding
 from ngpt_train.kernels.gpu import swiglu
 from ngpt_train.models import build_model
 from ngpt_train.training import build_state, check_kernels, train_step

@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 
 from ngpt_train.core.errors import ConfigError, DataError, is_told_here
-from ngpt_train.distributed.layouts import check_hosts
-from ngpt_train.distributed.long_work import RankLostError
-from ngpt_train.distributed.world import World
+from ngpt_train.distributed.layouts import check_hosts, resolve_kind
+from ngpt_train.distributed.world import RankLostError, World
 from ngpt_train.training.hooks import watchdog
-from ngpt_train.training.hooks.hook import STEP
 from ngpt_train.training.hooks.watchdog import Watchdog
+from ngpt_train.training.loop import STEP
 
 SECONDS = 0.5
 RUN: Any = None  # of which the watchdog asks nothing
@@ -140,3 +139,13 @@ def test_hosts_of_uneven_size() -> None:
     with pytest.raises(ConfigError, match=r"hosts have 1 or 2 of them.*set parallel.shard to a divisor of 3") as caught:
         check_hosts(beside(3))
     assert is_told_here(caught.value)
+
+
+def test_layout() -> None:
+    assert resolve_kind("auto", 1, "cuda") == "single"
+    assert resolve_kind("auto", 2, "cuda") == "fsdp"
+    assert resolve_kind("auto", 2, "cpu") == "ddp"
+    assert resolve_kind("auto", 16, "cuda", 8) == "hsdp"
+    assert resolve_kind("auto", 8, "cuda", 8) == "fsdp"
+    with pytest.raises(ConfigError, match=r"parallel.kind=single.*2 ranks"):
+        resolve_kind("single", 2, "cpu")

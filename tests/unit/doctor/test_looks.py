@@ -17,7 +17,6 @@ from ngpt_train.doctor.checks import (
     devices,
     disks,
     environment,
-    kernel_check,
     links,
     training_text,
     versions,
@@ -272,13 +271,13 @@ def test_kernels_are_checked_as_train_does(monkeypatch: pytest.MonkeyPatch) -> N
         asked.append((given.model.vocab_size, given.model.d_model, world.size, micro_rows))
         return Contact("GPU", "measured", off={"swiglu": "its result is NaN"})
 
-    monkeypatch.setattr(kernel_check, "first_contact", contact)
+    monkeypatch.setattr(devices, "first_contact", contact)
     given = config("train.batch_rows=64")  # 16 of each rank
-    answer = facts_of(lambda report: kernel_check.look(given, 4, 0, 257, report))
+    answer = facts_of(lambda report: devices.look_at_kernels(given, Place(size=4), 257, report))
     assert asked == [(257, given.model.d_model, 1, 16)]
-    assert next(kernel_check.judge(answer)).found == "swiglu is off: its result is NaN"
+    assert next(devices.judge_kernels(answer)).found == "swiglu is off: its result is NaN"
     given = config()
-    assert facts_of(lambda report: kernel_check.look(given, 1, 0, 257, report)).problem is None
+    assert facts_of(lambda report: devices.look_at_kernels(given, HERE, 257, report)).problem is None
 
 
 def test_speeds_of_networks(tmp_path: Path) -> None:

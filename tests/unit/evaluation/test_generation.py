@@ -1,7 +1,6 @@
 """Texts of several prompts at once, their tokens, and their text as it comes."""
 
 import random
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -12,17 +11,15 @@ from torch import Tensor
 
 from ngpt_train.config.sections.verbs import GenerateConfig
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer
-from ngpt_train.data.tokenizers.words import WordsTokenizer
-from ngpt_train.evaluation.generation.coming_text import REPLACEMENT, ComingText
-from ngpt_train.evaluation.generation.continued_prompts import Texts
-from ngpt_train.evaluation.generation.prompts import read_prompts
-from ngpt_train.evaluation.generation.sampling import restricted, sample
-from ngpt_train.models import Decoder, build_model
+from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer, WordsTokenizer
+from ngpt_train.evaluation.continued_prompts import REPLACEMENT, ComingText, Texts
+from ngpt_train.evaluation.sampling import continue_rows, restricted, row_of, sample
+from ngpt_train.models import Decoder
+from ngpt_train.models.decoding import Recomputed, cached
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.gpt_encoder_decoder.keys import GPTEncoderDecoderConfig
-from ngpt_train.verbs.generate import note_spaces
-from tests.unit.evaluation.generated import generate
+from ngpt_train.verbs.generate import note_spaces, read_prompts
+from tests.unit.evaluation.large import large
 
 BYTES = BytesTokenizer()
 EOS = BYTES.eos
@@ -30,17 +27,13 @@ WORDS = WordsTokenizer(b"<eos>\n<unk>\n" + b"".join(b"w%d\n" % i for i in range(
 PROMPTS = ["the model", "", "a", "of the loss and", "x" * 50]
 
 
-def model_of(encoder: bool = False, vocab_size: int = 261) -> Decoder:
+def model_of(encoder: bool = False) -> Decoder:
     """With logits that differ enough for a text to have a sense of its own; the vocabulary is padded."""
-    sizes = {"d_model": 16, "n_layers": 1, "n_heads": 2, "vocab_size": vocab_size}
+    sizes = {"d_model": 16, "n_layers": 1, "n_heads": 2, "vocab_size": 261}
     if encoder:
-        model = build_model(GPTEncoderDecoderConfig(**sizes, context=32, source_context=12, n_encoder_layers=1))
-    else:
-        model = build_model(GPTConfig(**sizes, context=24))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(30 if parameter.ndim == 2 else 1)
-    return model.eval()
+        config = GPTEncoderDecoderConfig(**sizes, context=32, source_context=12, n_encoder_layers=1)
+        return large(config, 30).eval()
+    return large(GPTConfig(**sizes, context=24), 30).eval()
 
 
 def texts_of(prompts: list[str], encoder: bool = False, **options: object) -> list[tuple[str, str, list[int]]]:
@@ -48,12 +41,37 @@ def texts_of(prompts: list[str], encoder: bool = False, **options: object) -> li
     return [(text.text, text.end, text.tokens) for text in Texts(model_of(encoder), BYTES, config).of(prompts)]
 
 
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"temperature": 0.5}, [0, 1, 2, 3, 4]),
+        ({"temperature": 0}, [1]),
+        ({"top_k": 2}, [1, 3]),
+        ({"top_p": 0.5}, [1]),
+        ({"top_p": 0.65}, [1, 3]),
+        ({"top_p": 0.89}, [1, 2, 3]),
+        ({"top_p": 1.0}, [0, 1, 2, 3, 4]),
+    ],
+    ids=str,
+)
+def test_what_is_drawn(options: dict[str, float], kept: list[int]) -> None:
+    """Against the softmax over the tokens that the options leave."""
+    logits = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
+    config = GenerateConfig(**{"temperature": 1} | options)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.bincount(torch.tensor([sample(logits, config, generator) for _ in range(4000)]), minlength=5) / 4000
+    assert drawn.nonzero().flatten().tolist() == kept
+    expected = torch.softmax(logits[kept] / (config.temperature or 1), 0)
+    torch.testing.assert_close(drawn[kept], expected, rtol=0, atol=0.03)
+
+
 @pytest.mark.parametrize("encoder", [False, True])
 @pytest.mark.parametrize("options", [{}, {"top_k": 20, "top_p": 0.9}, {"temperature": 0.0}], ids=["all", "few", "one"])
 def test_a_seed_gives_the_text_that_it_gave(encoder: bool, options: dict[str, float]) -> None:
     """The loop as it was before there was a cache, over the context's end and to an eos.
 
-    Caught: random numbers that are drawn in another order, or for tokens that are not sampled.
+    Caught: random numbers that are drawn in another order, or for tokens that are not sampled; ids beyond the
+    tokenizer's.
     """
     for seed in (0, 5):
         config = GenerateConfig(**{"temperature": 1.0, "max_new_tokens": 40, "seed": seed} | options)
@@ -64,8 +82,10 @@ def test_a_seed_gives_the_text_that_it_gave(encoder: bool, options: dict[str, fl
             if token == EOS:
                 break
             new = torch.cat([new, new.new_tensor([token])])
-        assert generate(model, prompt, config, EOS, 257).tolist() == new.tolist()
-        assert generate(model, prompt, replace(config, cache=False), EOS, 257).tolist() == new.tolist()
+        for reader in (cached(model), Recomputed(model)):
+            row = row_of(model, prompt, seed)
+            continue_rows(reader, [row], config, EOS, 257, lambda *_: False)
+            assert row.new == new.tolist()
 
 
 @pytest.mark.parametrize("encoder", [False, True])

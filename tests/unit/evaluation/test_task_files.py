@@ -10,22 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lm_eval.tasks import TaskManager
 
 from ngpt_train.config import load_config
 from ngpt_train.config.sections.records import EvalConfig
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer
-from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.tasks import task_files
+from ngpt_train.evaluation.tasks.adapter import Scored, log_likelihoods
 from ngpt_train.evaluation.tasks.run_tasks import TaskResults, Tasks
-from ngpt_train.evaluation.tasks.scoring import Scored, log_likelihoods
-from ngpt_train.models import Decoder, build_model
+from ngpt_train.models import Decoder
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.gpt_encoder_decoder.keys import GPTEncoderDecoderConfig
+from tests.unit.evaluation.large import ALONE, large
 
-ALONE = World(0, 1, 0, torch.device("cpu"))
 CHOICES = [
     {"query": "Ice is", "choices": ["cold", "a warm and very long word", "red"], "gold": 0},
     {"query": "Fire is", "choices": ["wet", "hot"], "gold": 1},
@@ -74,11 +72,8 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def gpt() -> Decoder:
-    model = build_model(GPTConfig(d_model=16, n_layers=1, n_heads=2, d_mlp=32, vocab_size=257, context=48), seed=3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(5 if parameter.ndim > 1 else 1)
-    return model.double()
+    config = GPTConfig(d_model=16, n_layers=1, n_heads=2, d_mlp=32, vocab_size=257, context=48)
+    return large(config, 5, seed=3).double()
 
 
 def asked(directory: Path | None, *names: str) -> Tasks:
@@ -218,13 +213,42 @@ def test_mean() -> None:
     )
 
 
-def test_what_is_no_task(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (directory / "odd.jsonl").write_text('{"question": "?"}\n')
-    with pytest.raises(DataError, match=r"odd\.jsonl: its first line has the fields question"):
+ODD = [  # the content of a JSONL file, and the problem
+    ('{"question": "?"}', "odd.jsonl: its first line has the fields question"),
+    ("", "odd.jsonl: empty"),
+    ('{"text": ""}', "all texts of odd are empty"),
+    *(
+        (
+            f"{json.dumps(first)}\n\n{second if isinstance(second, str) else json.dumps(second)}",
+            f"odd.jsonl, line 3: {says}",
+        )
+        for first, second, says in [
+            (CHOICES[0], {"query": "a", "choices": ["b"], "gold": 1}, "gold=1 is no number of a choice, 0 to 0"),
+            (CHOICES[0], {"query": "a", "choices": ["b"], "gold": "b"}, 'gold="b" is no number of a choice'),
+            (CHOICES[0], {"query": "a", "choices": ["b", ""], "gold": 0}, "one of choices is empty"),
+            (CHOICES[0], {"query": "a", "choices": "b", "gold": 0}, "choices is no list of texts"),
+            (CHOICES[0], {"query": "a"}, "it lacks choices and gold, which the first line has"),
+            (OPTIONS[0], {**OPTIONS[0], "continuation": None}, "continuation=null is no text"),
+            (TEXTS[0], ["text"], "it is no JSON object"),
+            (TEXTS[0], '{"text": "some', "it is no JSON object"),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("content", "says"), ODD, ids=[says for _, says in ODD])
+def test_a_faulty_file(directory: Path, content: str, says: str) -> None:
+    """Caught: an IndexError or a ZeroDivisionError of the harness, or a message that does not name the line."""
+    (directory / "odd.jsonl").write_text(f"{content}\n")
+    with pytest.raises(DataError, match=re.escape(says)):
         asked(directory, "odd")
-    (directory / "odd.jsonl").write_text("\n")
-    with pytest.raises(DataError, match=r"odd\.jsonl: empty"):
-        asked(directory, "odd")
+
+
+def test_what_is_no_task(directory: Path) -> None:
+    """Caught: a traceback for files that are not there or are none; the harness, or the reader of a task's data, waits
+    for a writer; a device without an end. An empty text among others counts."""
+    (directory / "some.jsonl").write_text('{"text": ""}\n{"text": "one"}\n')
+    assert asked(directory, "some")(gpt(), BytesTokenizer(), ALONE).tasks["some"]["n"] == 2
     (directory / "gone.yaml").write_text(YAML.replace("mine", "gone").replace("choices.jsonl", "nowhere.jsonl"))
     with pytest.raises(DataError, match="task gone"):
         asked(directory, "gone")
@@ -232,6 +256,15 @@ def test_what_is_no_task(directory: Path, monkeypatch: pytest.MonkeyPatch) -> No
         asked(directory / "x", "odd")
     with pytest.raises(ConfigError, match="gives none to the beginning"):
         Tasks(EvalConfig(tasks=["texts"], tasks_path=str(directory)), GPTEncoderDecoderConfig(), ALONE)
+    (directory / "x.jsonl").mkdir()
+    with pytest.raises(DataError, match=r"x\.jsonl cannot be read: it is no file"):
+        asked(directory, "x")
+    os.mkfifo(directory / "rows.parquet")
+    for pipe in ("rows.parquet", "rows.yaml"):
+        with pytest.raises(DataError, match=re.escape(f"{directory / pipe} is a pipe, a socket or a device")):
+            asked(directory, "x")
+        (directory / pipe).unlink()
+        (directory / "rows.yaml").symlink_to("/dev/zero")
 
 
 def test_an_unknown_name_is_refused_before_all_tasks_are_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,113 +285,32 @@ def test_every_name_of_the_harness_is_found_in_its_files() -> None:
     assert set(TaskManager().all_tasks) <= task_files.Harness().folders_by_name.keys()
 
 
-def test_messages_of_libraries_are_printed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caught: the hub's retries by a handler of its own and by ours."""
+def test_offline(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of the harness are found at once; without their data the message says what to do, and a task whose data is
+    handed out on application alone does not end a list. Caught: the hub's retries printed by a handler of its own and
+    by ours."""
     import lm_eval.api.task
 
     printed = io.StringIO()
     hub = logging.getLogger("huggingface_hub")
     monkeypatch.setattr(hub, "handlers", [logging.StreamHandler(printed)])
     monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(printed)])
+    real = lm_eval.api.task.datasets.load_dataset
 
-    def unreachable(*args: object, **kwargs: object) -> None:
+    def own_files_alone(*args: Any, **kwargs: Any) -> Any:
+        if kwargs["path"] == "json":
+            return real(*args, **kwargs)
         hub.warning("Retrying in 1s")
-        raise ConnectionError("no hub")
-
-    monkeypatch.setattr(lm_eval.api.task.datasets, "load_dataset", unreachable)
-    with pytest.raises(DataError, match="wsc273"):
-        asked(None, "wsc273")
-    assert printed.getvalue().count("Retrying") == 1
-
-
-@pytest.mark.parametrize("name", ["x.jsonl", "x.yaml", "template", "rows.parquet"])
-def test_a_pipe_among_task_files(directory: Path, name: str) -> None:
-    """Caught: the harness, or the reader of a task's data, waits for a writer; a device without an end."""
-    os.mkfifo(directory / name)
-    with pytest.raises(DataError, match=re.escape(f"{directory / name} is a pipe, a socket or a device")):
-        asked(directory, "x")
-    (directory / name).unlink()
-    (directory / name).symlink_to("/dev/zero")
-    with pytest.raises(DataError, match=re.escape(f"{directory / name} is a pipe, a socket or a device")):
-        asked(directory, "x")
-
-
-def test_a_directory_in_the_place_of_a_task_file(directory: Path) -> None:
-    """Caught: an IsADirectoryError."""
-    (directory / "x.jsonl").mkdir()
-    with pytest.raises(DataError, match=r"x\.jsonl cannot be read: it is no file"):
-        asked(directory, "x")
-
-
-def test_no_text_at_all(directory: Path) -> None:
-    """Caught: a ZeroDivisionError of the harness, after the model has been asked. An empty text among others counts."""
-    (directory / "empty.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(DataError, match="all texts of empty are empty"):
-        asked(directory, "empty")
-    (directory / "some.jsonl").write_text('{"text": ""}\n{"text": "one"}\n')
-    assert asked(directory, "some")(gpt(), BytesTokenizer(), ALONE).tasks["some"]["n"] == 2
-
-
-@pytest.mark.parametrize("name", ["tasks/x.yaml", "/tasks/x", "..", "."])
-def test_a_path_is_no_name_of_a_task(name: str) -> None:
-    """Caught: a NotImplementedError of glob, or a search through all of the harness."""
-    with pytest.raises(ConfigError, match="a path where names stand"):
-        load_config([f"tasks=[{name}]"])
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "says"),
-    [
-        (CHOICES[0], {"query": "a", "choices": ["b"], "gold": 1}, "gold=1 is no number of a choice, 0 to 0"),
-        (CHOICES[0], {"query": "a", "choices": ["b"], "gold": "b"}, 'gold="b" is no number of a choice'),
-        (CHOICES[0], {"query": "a", "choices": ["b", ""], "gold": 0}, "one of choices is empty"),
-        (CHOICES[0], {"query": "a", "choices": "b", "gold": 0}, "choices is no list of texts"),
-        (CHOICES[0], {"query": "a"}, "it lacks choices and gold, which the first line has"),
-        (OPTIONS[0], {**OPTIONS[0], "continuation": None}, "continuation=null is no text"),
-        (TEXTS[0], ["text"], "it is no JSON object"),
-    ],
-)
-def test_a_faulty_line(directory: Path, first: Any, second: Any, says: str) -> None:
-    """Caught: an IndexError of the harness, or a message that does not name the line."""
-    (directory / "odd.jsonl").write_text(f"{json.dumps(first)}\n\n{json.dumps(second)}\n")
-    with pytest.raises(DataError, match=re.escape(f"odd.jsonl, line 3: {says}")):
-        asked(directory, "odd")
-
-
-def test_a_line_that_is_cut_off(directory: Path) -> None:
-    (directory / "odd.jsonl").write_text(f"{json.dumps(TEXTS[0])}\n" + '{"text": "some')
-    with pytest.raises(DataError, match=r"odd\.jsonl, line 2: it is no JSON object"):
-        asked(directory, "odd")
-
-
-def test_offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names of the harness are found at once; without their data the message says what to do, and a task whose data is
-    handed out on application alone does not end a list."""
-    import lm_eval.api.task
-
-    def unreachable(*args: object, **kwargs: object) -> None:
         raise ConnectionError("Couldn't reach the hub\nin many lines")
 
-    monkeypatch.setattr(lm_eval.api.task.datasets, "load_dataset", unreachable)
+    monkeypatch.setattr(lm_eval.api.task.datasets, "load_dataset", own_files_alone)
     with pytest.raises(
         DataError, match=r"the data of wsc273 cannot be had: ConnectionError: Couldn't reach the hub\. On"
     ):
         asked(None, "wsc273")
+    assert printed.getvalue().count("Retrying") == 1
     with pytest.raises(DataError, match="storycloze_2016"):
         asked(None, "storycloze_2016")
-
-
-def test_left_out(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import lm_eval.api.task
-
-    real = lm_eval.api.task.datasets.load_dataset
-
-    def own_files_alone(*args: Any, **kwargs: Any) -> Any:
-        if kwargs["path"] != "json":
-            raise ConnectionError("no hub")
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(lm_eval.api.task.datasets, "load_dataset", own_files_alone)
     found = asked(directory, "choices", "storycloze_2016")
     assert "on application" in found.left_out["storycloze_2016"]
     assert "choices" in found.notes()[0]
@@ -366,7 +318,8 @@ def test_left_out(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names_and_lists() -> None:
-    """tasks=NAME and tasks=[...] fill one key; nobody asks for a list by a name that is none."""
+    """tasks=NAME and tasks=[...] fill one key. Caught: a list by a name that is none; a NotImplementedError of glob for
+    a path, or a search through all of the harness."""
     of_paper = ["arc_easy", "hellaswag", "winogrande", "wsc273", "lambada_openai"]
     for given in ("tasks=ngpt_paper", "eval.tasks=ngpt_paper"):
         assert load_config([given]).eval.tasks == of_paper
@@ -381,3 +334,6 @@ def test_names_and_lists() -> None:
         load_config(["tasks=arc_easy"])
     with pytest.raises(ConfigError, match="no task"):
         load_config(["tasks=[]"])
+    for path in ("tasks/x.yaml", "/tasks/x", "..", "."):
+        with pytest.raises(ConfigError, match="a path where names stand"):
+            load_config([f"tasks=[{path}]"])

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from ngpt_train.config.sections.verbs import LAYOUTS as OFFERED
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.interop.layouts import llama_arithmetic
-from ngpt_train.interop.layouts.layout import chosen_layout, layout_of
-from ngpt_train.interop.layouts.llama import LlamaLayout, Qwen3Layout, to_half
+from ngpt_train.interop.layouts import LAYOUTS, chosen_layout
+from ngpt_train.interop.layouts.llama import LlamaLayout, logits_of_transformers, to_half
 from ngpt_train.interop.safetensors_files import write_tensors
 from ngpt_train.models import build_model, export_weights, load_weights
 from ngpt_train.models.decoder import Decoder
@@ -48,48 +48,40 @@ def jittered(config: GPTConfig) -> tuple[Decoder, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
-def test_logits_of_transformers(options: dict[str, Any], tmp_path: Path) -> None:
-    """Caught: a matrix under another name or not transposed, rows of interleaved heads left where they were, gains of
-    q and k that did not move with them, another eps, base or activation: the difference would not be 0."""
-    transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
+def test_there_and_back(options: dict[str, Any], tmp_path: Path) -> None:
+    """Caught: an import that permutes rows the wrong way, or loses an option: every bit comes back. In transformers: a
+    matrix under another name or not transposed, rows of interleaved heads left where they were, gains of q and k that
+    did not move with them, another eps, base or activation: the difference would not be 0."""
     config = small(**options)
     model, weights = jittered(config)
-    layout = layout_of(config)
+    layout = chosen_layout("auto", config)
     assert layout.name == ("qwen3" if config.qk_norm else "llama")
-    (tmp_path / "config.json").write_text(json.dumps(layout.config_json(config)))
-    write_tensors(tmp_path, layout.to_foreign(weights, config), 1e9)
-    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, local_files_only=True)
-    assert type(exported).__name__ == layout.config_json(config)["architectures"][0]
+    there, foreign = layout.config_json(config), layout.to_foreign(weights, config)
+    keys, back = layout.from_foreign(json.loads(json.dumps(there)), foreign)
+    assert back.keys() == weights.keys()
+    assert all(torch.equal(back[name], weights[name]) for name in weights)
+    expected = {**vars(config), "n_kv_heads": config.n_kv_heads or 4, "d_mlp": config.d_mlp or 256}
+    assert keys == {name: expected[name] for name in keys}
+    assert build_model(GPTConfig(**keys)).n_params() == sum(value.numel() for value in weights.values())
 
+    transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
+    (tmp_path / "config.json").write_text(json.dumps(there))
+    write_tensors(tmp_path, foreign, 1e9)
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, local_files_only=True)
+    assert type(exported).__name__ == there["architectures"][0]
     rows = torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         found = exported(rows).logits
-        assert torch.equal(found, llama_arithmetic.logits(weights, config, rows))
+        assert torch.equal(found, logits_of_transformers(weights, config, rows))
         # Of about 20 roundings of 2^-24, on logits of some 5.
         torch.testing.assert_close(found, model(rows), rtol=0, atol=1e-4)
         assert found.abs().max() > 1
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
-def test_round_trip(options: dict[str, Any]) -> None:
-    """Caught: an import that permutes rows the wrong way, or loses an option: every bit comes back."""
-    config = small(**options)
-    _, weights = jittered(config)
-    layout = layout_of(config)
-    there = layout.config_json(config)
-    keys, back = layout.from_foreign(json.loads(json.dumps(there)), layout.to_foreign(weights, config))
-    assert back.keys() == weights.keys()
-    assert all(torch.equal(back[name], weights[name]) for name in weights)
-    expected = {"n_kv_heads": 4, "d_mlp": 256, **vars(config)}
-    expected |= {name: default for name, default in (("n_kv_heads", 4), ("d_mlp", 256)) if expected[name] is None}
-    assert keys == {name: expected[name] for name in keys}
-    assert build_model(GPTConfig(**keys)).n_params() == sum(value.numel() for value in weights.values())
-
-
 def test_interleaved_without_note() -> None:
     """Caught: a model of another program taken for interleaved; without our note its pairs are (i, i + d/2)."""
     config = small(rope_layout="interleaved")
-    _, weights = jittered(config)
+    interleaved, weights = jittered(config)
     layout = LlamaLayout()
     there = {key: value for key, value in layout.config_json(config).items() if key != "ngpt_train"}
     keys, back = layout.from_foreign(there, layout.to_foreign(weights, config))
@@ -99,13 +91,7 @@ def test_interleaved_without_note() -> None:
     model = build_model(GPTConfig(**keys))
     load_weights(model, back)
     with torch.no_grad():
-        torch.testing.assert_close(model(rows), build_with(config, weights)(rows), rtol=0, atol=1e-4)
-
-
-def build_with(config: GPTConfig, weights: dict[str, Tensor]) -> Decoder:
-    model = build_model(config)
-    load_weights(model, weights)
-    return model
+        torch.testing.assert_close(model(rows), interleaved(rows), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -181,21 +167,13 @@ def test_biases_are_named() -> None:
         (small(mlp="plain"), "safetensors", "llama", "model.mlp=plain"),
         (small(qk_norm=True), "qwen3", "llama", "model.qk_norm=true"),
         (small(), "llama", "qwen3", "model.qk_norm=false"),
-        (NGPTConfig(), None, "llama", "model.name=ngpt"),
+        (NGPTConfig(), "ngpt", "llama", "model.name=ngpt"),
         (GPTEncoderDecoderConfig(), "safetensors", "llama", "model.name=gpt_encoder_decoder"),
     ],
 )
-def test_layouts(config: Any, auto: str | None, named: str, message: str) -> None:
-    """Caught: a model written in a layout whose equations are others."""
-    assert auto is None or layout_of(config).name == auto
-    with pytest.raises(ConfigError, match=f"export.layout={named}: {message}"):
+def test_layouts(config: Any, auto: str, named: str, message: str) -> None:
+    """Caught: a model written in a layout whose equations are others; a layout that export.layout does not offer."""
+    assert chosen_layout("auto", config) is chosen_layout(auto, config)
+    with pytest.raises(ConfigError, match=rf"export.layout={named}: {message}.*\n  Set export.layout={auto}"):
         chosen_layout(named, config)
-
-
-def test_names_of_layouts() -> None:
-    """Caught: a layout that export.layout does not offer."""
-    from ngpt_train.config.sections.verbs import LAYOUTS as OFFERED
-    from ngpt_train.interop.layouts.layout import LAYOUTS
-
     assert tuple(LAYOUTS) == OFFERED
-    assert Qwen3Layout().refusal(small(qk_norm=True)) is None

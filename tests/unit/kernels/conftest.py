@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from ngpt_train.kernels import dispatch
+
 
 @pytest.fixture
 def poison() -> Iterator[None]:
@@ -14,3 +16,10 @@ def poison() -> Iterator[None]:
     assert torch.ones(()).new_empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=["torch", "triton"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Both implementations of an operation, Triton's in its interpreter."""
+    with dispatch.chosen(request.param):
+        yield request.param

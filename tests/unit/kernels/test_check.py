@@ -18,11 +18,10 @@ from torch import Tensor
 import ngpt_train
 from ngpt_train.kernels import attention, dispatch
 from ngpt_train.kernels.check import __main__ as child
-from ngpt_train.kernels.check import children, kept
+from ngpt_train.kernels.check import kernel_findings
 from ngpt_train.kernels.check.calls import Call, of_adam
-from ngpt_train.kernels.check.cases import MOST_ELEMENTS, errors_of_call, fitting
-from ngpt_train.kernels.check.children import Finding, Request
-from ngpt_train.kernels.check.timing import times_of_call
+from ngpt_train.kernels.check.cases import MOST_ELEMENTS, errors_of_call, fitting, times_of_call
+from ngpt_train.kernels.check.kernel_findings import Finding, Request
 from ngpt_train.kernels.gpu import adam, cross_entropy, rotary, sphere_step, swiglu
 
 CPU = torch.device("cpu")
@@ -89,6 +88,11 @@ def unwritten(right: Callable[..., Any], *given: Any, **more: Any) -> Any:
     return torch.cat([found[0][:-1], rest]), *found[1:]
 
 
+def overwriting(right: Callable[..., Any], *given: Any, **more: Any) -> Any:
+    """Changes an argument, which the formula must not see."""
+    return right(given[0].mul_(2), *given[1:], **more)
+
+
 def raising(right: Callable[..., Any], *given: Any, **more: Any) -> Any:
     raise RuntimeError("PassManager::run failed\nmore")
 
@@ -107,12 +111,12 @@ def written_though_skipped(right: Callable[..., Any], *given: Any) -> None:
     right(*given[:-1], None)
 
 
-logits = written("logits", 1.01)
 DEFECTS: dict[str, tuple[str, Any, str, Callable[..., Any], str]] = {
     "value": ("swiglu", swiglu, "swiglu_forward", wrong(0, 1.0001), "output 1"),
     "value of one row": ("swiglu", swiglu, "swiglu_forward", one_row, "output 1"),
     "gradient": ("sphere_step", sphere_step, "sphere_step_backward", wrong(1, 1.0001), "gradient 2"),
     "gradient of a scale": ("sphere_step", sphere_step, "sphere_step_backward", wrong(2, 1.0001), "gradient 3"),
+    "argument overwritten": ("sphere_step", sphere_step, "sphere_step_forward", overwriting, "output 1"),
     "unwritten": ("rotary", rotary, "rotary_forward", unwritten, "unwritten: NaN"),
     "does not compile": ("rotary", rotary, "rotary_backward", raising, "RuntimeError: PassManager::run failed"),
     "gradient of the loss": (
@@ -154,7 +158,7 @@ def test_one_element(monkeypatch: pytest.MonkeyPatch) -> None:
         return y
 
     monkeypatch.setattr(swiglu, "swiglu_forward", spoilt)
-    many = call("swiglu", 4, 5, 25_600, dtype=torch.bfloat16, scaled=True)  # each row is a program of the interpreter
+    many = call("swiglu", 4, 5, 12_288, dtype=torch.bfloat16, scaled=True)  # each row is a program of the interpreter
     with dispatch.chosen("triton"):
         error = errors_of_call(many, CPU)["output 1"]
     assert error.relative < error.tolerance
@@ -229,10 +233,10 @@ REQUEST = Request("cpu", "float32", "auto", 4, compiled=False, times=False)
 def test_a_process_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Caught: a crash that ends the trainer, or takes the blame to another kernel; the rest is not checked then."""
     dies = ("    n_rows, n_vocab = logits.shape\n", "    import os\n    os.kill(os.getpid(), 11)\n")
-    monkeypatch.setattr(children, "ngpt_train", broken_copy(tmp_path, {"cross_entropy": dies}))
+    monkeypatch.setattr(kernel_findings, "ngpt_train", broken_copy(tmp_path, {"cross_entropy": dies}))
     monkeypatch.chdir(Path(ngpt_train.__file__).parents[1])  # where a process would find the code that is not broken
     names = ["swiglu", "linear_cross_entropy", "adam"]
-    right, dead, after = children.findings([CALLS[name] for name in names], REQUEST)
+    right, dead, after = kernel_findings.findings([CALLS[name] for name in names], REQUEST)
     assert right.problem is None
     assert after.problem is None
     assert dead.problem is not None
@@ -248,9 +252,9 @@ def test_a_process_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "    rows_each, columns, num_warps = geometry(d)\n",
         f"    import os, time\n    open({str(marker)!r}, 'w').write(str(os.getpid()))\n    time.sleep(1000)\n",
     )
-    monkeypatch.setattr(children, "ngpt_train", broken_copy(tmp_path, {"adam": hangs}))
-    monkeypatch.setitem(children.WORK_SECONDS, "check", 15.0)
-    stuck, after = children.findings([CALLS["adam"], CALLS["swiglu"]], REQUEST)
+    monkeypatch.setattr(kernel_findings, "ngpt_train", broken_copy(tmp_path, {"adam": hangs}))
+    monkeypatch.setitem(kernel_findings.WORK_SECONDS, "check", 15.0)
+    stuck, after = kernel_findings.findings([CALLS["adam"], CALLS["swiglu"]], REQUEST)
     assert stuck.problem == "it did not end within 15 seconds"
     assert not stuck.lasting
     assert after.problem is None
@@ -262,9 +266,9 @@ def test_an_import_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Caught: a start that is timed from its last import on."""
     (tmp_path / "torch.py").write_text("import time\ntime.sleep(1000)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(children, "START_SECONDS", 1.0)
+    monkeypatch.setattr(kernel_findings, "START_SECONDS", 1.0)
     begun = time.monotonic()
-    (found,) = children.findings([CALLS["adam"]], REQUEST)
+    (found,) = kernel_findings.findings([CALLS["adam"]], REQUEST)
     assert found.problem == "the process that checks did not start: too slow"
     assert time.monotonic() - begun < 60
 
@@ -276,19 +280,19 @@ def test_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timed = Request(**vars(REQUEST) | {"times": True})
 
     def get(asked: Call = one, request: Request = REQUEST) -> Finding | None:
-        return kept.Kept(tmp_path, CPU, request).get(asked)
+        return kernel_findings.Kept(tmp_path, CPU, request).get(asked)
 
     assert get() is None
-    kept.Kept(tmp_path, CPU, REQUEST).put(one, found, timeable=True)
+    kernel_findings.Kept(tmp_path, CPU, REQUEST).put(one, found, timeable=True)
     assert get() == found
     assert get(other) is None
     assert get(request=timed) is None
     assert get(request=Request(**vars(REQUEST) | {"compiled": True})) is None
-    kept.Kept(tmp_path, CPU, REQUEST).put(other, Finding(problem="it hung", lasting=False), timeable=True)
+    kernel_findings.Kept(tmp_path, CPU, REQUEST).put(other, Finding(problem="it hung", lasting=False), timeable=True)
     assert get(other) is None
     for name in ("sources", "git_commit", "triton_version"):
         with monkeypatch.context() as patch:
-            patch.setattr(kept, name, lambda: "another")
+            patch.setattr(kernel_findings, name, lambda: "another")
             assert get() is None
     with monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", "2.99")
@@ -300,9 +304,9 @@ def test_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sources_are_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Caught: a changed kernel whose old verdict counts."""
-    before = kept.sources()
-    monkeypatch.setattr(kept, "ngpt_train", broken_copy(tmp_path, {}))
-    assert kept.sources() == before
+    before = kernel_findings.sources()
+    monkeypatch.setattr(kernel_findings, "ngpt_train", broken_copy(tmp_path, {}))
+    assert kernel_findings.sources() == before
     path = tmp_path / "ngpt_train/kernels/gpu/swiglu.py"
     path.write_text(path.read_text() + "#")
-    assert kept.sources() != before
+    assert kernel_findings.sources() != before

@@ -12,9 +12,8 @@ from ngpt_train.core.constants import IGNORED
 from ngpt_train.kernels import cross_entropy, dispatch
 from ngpt_train.kernels.cross_entropy import linear_cross_entropy_forward
 from ngpt_train.kernels.gpu import cross_entropy as gpu
-from tests.unit.kernels.seen import Seen
+from tests.unit.kernels.looks import Seen, error
 
-IMPLEMENTATIONS = ("torch", "triton")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 SHAPES = [  # leading dimensions of h, d, V
     ((1,), 64, 3),
@@ -22,6 +21,9 @@ SHAPES = [  # leading dimensions of h, d, V
     ((13,), 1024, 257),
     ((), 65, 128),
     ((3, 4), 1280, 320),
+    # Chunks are of 5 rows, blocks of 64 columns: the one full and the other with one left over.
+    ((10,), 32, 129),
+    ((11,), 32, 128),
 ]
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter, computing what masks discard
@@ -32,12 +34,6 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch, poison: None) -> None:
     """Several chunks, the last one smaller; several blocks of columns, the last one not full; poisoned memory."""
     monkeypatch.setattr(cross_entropy, "CPU_ROWS", 5)
     monkeypatch.setattr(gpu, "BLOCK", 64)
-
-
-@pytest.fixture(params=IMPLEMENTATIONS)
-def implementation(request: pytest.FixtureRequest):
-    with dispatch.chosen(request.param):
-        yield request.param
 
 
 def linear_cross_entropy(*args: Any) -> Tensor:
@@ -66,49 +62,64 @@ def in_fp64(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if t is None else t.detach().double().requires_grad_() for t in tensors]
 
 
-def error(out: Tensor, expected: Tensor) -> float:
-    """||out - expected|| / ||expected||; a NaN is infinitely wrong."""
-    out, expected = out.detach().double(), expected.detach().double()
-    assert out.shape == expected.shape
-    difference = (out - expected).norm() / expected.norm().clamp_min(1e-12)
-    return float("inf") if difference.isnan() else float(difference)
-
-
-def check(h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None, z_loss: float, tolerance: float) -> None:
-    """Loss and the gradient of every argument, with a factor from above, against fp64 autograd of the reference."""
+def check(
+    h: Tensor,
+    matrix: Tensor,
+    targets: Tensor,
+    scale: Tensor | None,
+    z_loss: float,
+    tolerance: float,
+    smoothing: float = 0.0,
+) -> None:
+    """Loss, its parts and the gradient of every argument, with a factor from above, against fp64 autograd of the
+    reference."""
     leaves = [t for t in (h, matrix, scale) if t is not None]
-    loss = linear_cross_entropy(h, matrix, targets, scale, z_loss)
+    loss, plain, z_term = cross_entropy.linear_cross_entropy(h, matrix, targets, scale, z_loss, smoothing)
     gradients = torch.autograd.grad(loss * 1.7, leaves)
     h64, matrix64, scale64 = in_fp64(h, matrix, scale)
-    expected = formula(h64, matrix64, targets, scale64, z_loss)
+    expected = formula(h64, matrix64, targets, scale64, z_loss, smoothing)
     expected_gradients = torch.autograd.grad(expected * 1.7, [t for t in (h64, matrix64, scale64) if t is not None])
     assert loss.dtype == torch.promote_types(h.dtype, torch.float32)
     assert error(loss, expected) <= tolerance
+    alone = formula(h64, matrix64, targets, scale64)
+    assert error(plain, alone) <= tolerance
+    assert (z_term is None) == (z_loss == 0)
+    if z_term is not None:
+        assert error(z_term, formula(h64, matrix64, targets, scale64, z_loss) - alone) <= tolerance
+        assert not z_term.requires_grad
+    if not smoothing:
+        assert torch.equal(loss, plain if z_term is None else plain + z_term)
+    assert not plain.requires_grad
     for leaf, gradient, expected_gradient in zip(leaves, gradients, expected_gradients, strict=True):
         assert gradient.dtype == leaf.dtype
         assert error(gradient, expected_gradient) <= tolerance
 
 
-@pytest.mark.parametrize("z_loss", [0.0, 0.01])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_formula_is_torchs_cross_entropy(scaled: bool, z_loss: float) -> None:
-    """Catches a mistake that the operation and its reference share: a mean for a sum, a scale forgotten."""
+@pytest.mark.parametrize(("scaled", "z_loss", "smoothing"), [(False, 0.0, 0.0), (True, 0.01, 0.6), (False, 0.0, 0.1)])
+def test_formula_is_torchs_cross_entropy(scaled: bool, z_loss: float, smoothing: float) -> None:
+    """Loss and gradients. Catches a mistake that the operation and its reference share: a mean for a sum, a scale
+    forgotten, a smoothed share that is spread over V - 1 tokens (fairseq's)."""
     h, matrix, targets, scale = draw((3, 5), 64, 101, torch.float64)
     logits = F.linear(h, matrix) * (scale if scaled else 1)
-    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    options = {"ignore_index": IGNORED, "reduction": "sum", "label_smoothing": smoothing}
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), **options)
     expected = expected + z_loss * (logits.exp().sum(-1).log() ** 2)[targets != IGNORED].sum()
-    assert error(formula(h, matrix, targets, scale if scaled else None, z_loss), expected) < 1e-13
+    found = formula(h, matrix, targets, scale if scaled else None, z_loss, smoothing)
+    leaves = [h, matrix, scale] if scaled else [h, matrix]
+    gradients = [(one, *torch.autograd.grad(one, leaves)) for one in (found, expected)]
+    assert all(error(one, other) < 1e-12 for one, other in zip(*gradients, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "scaled", "z_loss"),
-    [(torch.float32, True, 0.0), (torch.float32, True, 0.02), (torch.bfloat16, False, 0.02)],
+    ("dtype", "scaled", "z_loss", "smoothing"),
+    [(torch.float32, True, 0.0, 0.0), (torch.float32, True, 0.02, 0.1), (torch.bfloat16, False, 0.02, 0.0)],
 )
 @pytest.mark.parametrize(("leading", "d", "n_vocab"), SHAPES)
-def test_against_fp64(implementation, leading, d, n_vocab, dtype, scaled, z_loss) -> None:
-    """Catches a wrong term, sign, mask or stride in the loss or in any gradient, and a chunk left out."""
+def test_against_fp64(kernels, leading, d, n_vocab, dtype, scaled, z_loss, smoothing) -> None:
+    """Catches a wrong term, sign, mask or stride in the loss or in any gradient; a chunk or the padding of a row; a
+    z-loss or smoothing in the reported cross-entropy, left out of the loss, or of a target that does not count."""
     h, matrix, targets, scale = draw(leading, d, n_vocab, dtype)
-    check(h, matrix, targets, scale if scaled else None, z_loss, TOLERANCE[dtype])
+    check(h, matrix, targets, scale if scaled else None, z_loss, TOLERANCE[dtype], smoothing)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
@@ -116,29 +127,16 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     """Catches fp32 arithmetic in an fp64 model, and a cast that takes bf16 for the only short dtype."""
     with dispatch.chosen("torch" if dtype == torch.float64 else "triton"):
         h, matrix, targets, scale = draw((11,), 64, 101, dtype)
-        check(h, matrix, targets, scale, 0.01, TOLERANCE[dtype])
+        check(h, matrix, targets, scale, 0.01, TOLERANCE[dtype], 0.1)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_random_shapes(implementation, seed: int) -> None:
-    """Catches what goes wrong only where a size meets a block or a chunk exactly, or misses it by one."""
-    generator = torch.Generator().manual_seed(seed)
-    rows, n_vocab = (int(torch.randint(1, high, (), generator=generator)) for high in (17, 200))
-    # Chunks are of 5 rows, blocks of 64 columns: the one full and the other with one left over; then the other way.
-    full_rows, full_columns = rows // 5 * 5 or 5, n_vocab // 64 * 64 or 64
-    sizes = [(full_rows, full_columns + 1), (full_rows + 1, full_columns), (rows, n_vocab)]
-    rows, n_vocab = sizes[seed % 3]
-    h, matrix, targets, scale = draw((rows,), 32, n_vocab, seed=seed)
-    check(h, matrix, targets, scale, 0.01, 1e-5)
-
-
-def test_bf16_matrix(implementation) -> None:
+def test_bf16_matrix(kernels) -> None:
     """Catches a gradient that leaves in the dtype of the sum instead of the matrix's, and a scale folded in bf16."""
     h, matrix, targets, scale = draw((11,), 64, 101, torch.bfloat16)
     matrix = matrix.detach().bfloat16()
     check(h, matrix.clone().requires_grad_(), targets, scale, 0.01, 1e-2)
     # Autograd would hide a missing cast.
-    needed, on_triton = (True, True, True), implementation == "triton"
+    needed, on_triton = (True, True, True), kernels == "triton"
     forward = linear_cross_entropy_forward(h, matrix, targets, scale, 0.01, *needed, 0.0, on_triton)
     assert forward[3].dtype == torch.bfloat16
     # In fp32 products a scale folded in bf16 is all the rounding there is.
@@ -146,7 +144,7 @@ def test_bf16_matrix(implementation) -> None:
     assert error(linear_cross_entropy(h.float(), matrix, targets, scale), expected) <= 1e-5
 
 
-def test_non_contiguous(implementation) -> None:
+def test_non_contiguous(kernels) -> None:
     """Catches pointers that take rows for adjacent: h transposed, targets and scale strided, an expanded scale."""
     h, matrix, targets, scale = draw((6, 4), 64, 101)
     h, targets = h.detach().transpose(0, 1).requires_grad_(), targets.t()
@@ -159,7 +157,19 @@ def test_non_contiguous(implementation) -> None:
     check(h[0], matrix, column, None, 0.0, 1e-5)
 
 
-def test_extreme_logits(implementation) -> None:
+def test_a_small_part_is_not_lost_beside_a_large_one(kernels) -> None:
+    """Where it does its job, logsumexp is near 0. Catches a term that is had as the difference of two large sums."""
+    torch.manual_seed(0)
+    h, matrix, targets = torch.zeros(50, 4), torch.randn(3, 4), torch.zeros(50, dtype=torch.long)
+    h[:, 0] = 1
+    with torch.no_grad():
+        matrix[:, 0] -= matrix[:, 0].logsumexp(0) - 0.03  # log(sum of exp(logits)) is 0.03
+    z_term = cross_entropy.linear_cross_entropy(h, matrix, targets, None, 1e-4)[2]
+    assert z_term is not None
+    assert z_term.item() == pytest.approx(50 * 1e-4 * 0.03**2, rel=1e-4)
+
+
+def test_extreme_logits(kernels) -> None:
     """Catches exp without the maximum taken off, or a maximum of the first block only: logits of +-10000."""
     h, matrix, targets, scale = draw((9,), 64, 200)
     check((h.detach() * 3000).requires_grad_(), matrix, targets, scale, 0.0, 1e-5)
@@ -168,7 +178,7 @@ def test_extreme_logits(implementation) -> None:
     assert error(loss, 9 * torch.tensor(200.0).log()) < 1e-6
 
 
-def test_nan_reaches_the_loss(implementation) -> None:
+def test_nan_reaches_the_loss(kernels) -> None:
     """Catches a maximum that swallows a NaN: a run that diverged must show it."""
     h, matrix, targets, scale = draw((9,), 64, 101)
     targets[4] = 3
@@ -177,7 +187,7 @@ def test_nan_reaches_the_loss(implementation) -> None:
     assert linear_cross_entropy(h, matrix, targets, scale).isnan()
 
 
-def test_nothing_counts(implementation) -> None:
+def test_nothing_counts(kernels) -> None:
     """Catches a division by the number of targets, and gradients that ignored tokens get through the z-loss."""
     h, matrix, targets, scale = draw((9,), 64, 101)
     loss = linear_cross_entropy(h, matrix, torch.full_like(targets, IGNORED), scale, 0.1)
@@ -186,7 +196,7 @@ def test_nothing_counts(implementation) -> None:
     assert all((gradient == 0).all() for gradient in gradients)
 
 
-def test_no_tokens(implementation) -> None:
+def test_no_tokens(kernels) -> None:
     """Catches a chunk of no rows, whose launch fails on a GPU, and weight gradients that nobody wrote."""
     h, matrix, targets, scale = draw((2, 0), 64, 101)
     loss = linear_cross_entropy(h, matrix, targets, scale)
@@ -197,11 +207,11 @@ def test_no_tokens(implementation) -> None:
 
 
 @pytest.mark.parametrize("target", [-5, 101])
-def test_target_outside_the_vocabulary(implementation, target: int) -> None:
+def test_target_outside_the_vocabulary(kernels, target: int) -> None:
     """Catches a wrong target that trains quietly: PyTorch raises, the kernel, which cannot, gives NaN."""
     h, matrix, targets, _ = draw((9,), 64, 101)
     targets[7] = target
-    if implementation == "triton":
+    if kernels == "triton":
         loss = linear_cross_entropy(h, matrix, targets)
         assert loss.isnan()
         dh, dmatrix = torch.autograd.grad(loss, (h, matrix))
@@ -212,15 +222,14 @@ def test_target_outside_the_vocabulary(implementation, target: int) -> None:
             linear_cross_entropy(h, matrix, targets)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.exhaustive), torch.bfloat16])
-def test_chunks_are_summed_in_fp32(implementation, dtype: torch.dtype, monkeypatch) -> None:
+def test_chunks_are_summed_in_fp32(monkeypatch) -> None:
     """Catches a gradient of the matrix that is summed in bf16: of 200 chunks alike, more than half would be lost."""
     monkeypatch.setattr(cross_entropy, "CPU_ROWS", 1)
-    h, matrix, targets, scale = draw((200,), 64, 101, dtype)
+    h, matrix, targets, scale = draw((200,), 64, 101, torch.bfloat16)
     with torch.no_grad():
         h.copy_(h[:1].expand_as(h))
         targets.fill_(3)
-    check(h, matrix, targets, scale, 0.0, TOLERANCE[dtype])
+    check(h, matrix, targets, scale, 0.0, TOLERANCE[torch.bfloat16])
 
 
 def test_shapes_that_do_not_fit() -> None:
@@ -231,10 +240,9 @@ def test_shapes_that_do_not_fit() -> None:
             linear_cross_entropy(*arguments)
 
 
-def test_chunks_do_not_change_the_loss(implementation, monkeypatch) -> None:
+def test_chunks_do_not_change_the_loss(monkeypatch) -> None:
     """Catches losses summed chunk by chunk: then resuming on another device changes the curve."""
-    # Of few, any order gives nearly the same; the interpreter takes its time, and the sum is not the kernel's.
-    h, matrix, targets, scale = draw((200 if implementation == "torch" else 16,), 64, 101)
+    h, matrix, targets, scale = draw((200,), 64, 101)
     losses = []
     for rows in (1, 7, 16, 4096):
         monkeypatch.setattr(cross_entropy, "CPU_ROWS", rows)
@@ -243,7 +251,7 @@ def test_chunks_do_not_change_the_loss(implementation, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2), (1, 2)])
-def test_only_gradients_that_are_needed(implementation, needed: tuple[int, ...]) -> None:
+def test_only_gradients_that_are_needed(kernels, needed: tuple[int, ...]) -> None:
     """Catches a frozen output embedding, or scale, whose gradient is paid for, and a gradient that spoils the
     others."""
     h, matrix, targets, scale = draw((9,), 64, 101)
@@ -260,7 +268,7 @@ def test_only_gradients_that_are_needed(implementation, needed: tuple[int, ...])
     assert seen.products == 2 * (1 + (0 in needed) + (1 in needed or 2 in needed))
 
 
-def test_no_grad_computes_the_loss_alone(implementation) -> None:
+def test_no_grad_computes_the_loss_alone(kernels) -> None:
     """Catches an evaluation that pays for the gradients of parameters."""
     h, matrix, targets, scale = draw((9,), 64, 101)
     loss = linear_cross_entropy(h, matrix, targets, scale).detach()
@@ -270,7 +278,7 @@ def test_no_grad_computes_the_loss_alone(implementation) -> None:
     assert seen.products == 2
 
 
-def test_backward_twice(implementation) -> None:
+def test_backward_twice(kernels) -> None:
     """Catches a backward that multiplies its saved tensors in place: the second one would be scaled twice."""
     h, matrix, targets, scale = draw((9,), 64, 101)
     loss = linear_cross_entropy(h, matrix, targets, scale) * 3
@@ -278,57 +286,25 @@ def test_backward_twice(implementation) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(loss, (h, matrix, scale)), strict=True))
 
 
-@pytest.mark.parametrize("z_loss", [0.0, 0.01])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_host_never_waits(dtype: torch.dtype, z_loss: float) -> None:
-    """Catches .item(), boolean masks and nonzero: each would stall the GPU's queue once per chunk."""
-    h, matrix, targets, scale = draw((23,), 64, 101, dtype)
-    with dispatch.chosen("torch"), Seen(linear_cross_entropy_forward) as seen:
-        linear_cross_entropy(h, matrix, targets, scale, z_loss).backward()
-    assert seen.products == 5 * 3
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_without_values(dtype: torch.dtype) -> None:
-    """Catches waits that a dispatch mode misses: on the meta device there are no values that a host could ask for."""
+    """Catches .item(), boolean masks, nonzero and copies to the CPU, each of which would stall the GPU's queue once per
+    chunk: on the meta device there are no values that a host could ask for."""
     h, matrix, targets, scale = (t.detach().to("meta") for t in draw((23,), 64, 101, dtype))
     outputs = linear_cross_entropy_forward._init_fn(h, matrix, targets, scale, 0.01, True, True, True, 0.1, False)
     assert [t.shape for t in outputs] == [targets.shape, (), h.shape, matrix.shape, scale.shape, ()]
 
 
-def test_the_refusals_refuse() -> None:
-    """Catches a Seen that sees nothing."""
-    x = torch.arange(3.0)
-    for waits in (lambda: x.sum().item(), x.nonzero, lambda: x[x > 1], lambda: x.masked_select(x > 1)):
-        with pytest.raises(AssertionError, match=r"waits|mask"), Seen(linear_cross_entropy_forward):
-            waits()
-
-
-WAITS = [lambda t: t.sum().item(), lambda t: t[t > 1], lambda t: t.nonzero(), lambda t: bool(t.any()), Tensor.cpu]
-
-
-@pytest.mark.parametrize("waits", WAITS)
-def test_the_refusals_refuse_inside_the_operation(waits, monkeypatch) -> None:
-    """Catches a Seen that takes the operation for one call. A copy to the CPU only the meta device can show here."""
-    inner = cross_entropy._cross_entropy_
-    monkeypatch.setattr(cross_entropy, "_cross_entropy_", lambda *args, **kw: (waits(args[0]), inner(*args, **kw)))
-    with pytest.raises(Exception, match="meta"):
-        test_without_values(torch.float32)
-    if waits is not Tensor.cpu:
-        with pytest.raises(AssertionError, match=r"waits|mask"):
-            test_the_host_never_waits(torch.float32, 0.0)
-
-
-def test_all_logits_are_never_held(implementation) -> None:
+def test_all_logits_are_never_held(kernels) -> None:
     """Catches a copy of N x V logits or of their gradient."""
-    h, matrix, targets, scale = draw((40,), 4, 300, torch.bfloat16)
+    h, matrix, targets, scale = draw((15,), 4, 300, torch.bfloat16)
     with Seen(linear_cross_entropy_forward) as seen:
         linear_cross_entropy(h, matrix, targets, scale).backward()
     assert seen.largest <= 2 * 5 * 320  # a chunk has 5 x 320 with its padding; the interpreter copies its bytes
-    assert seen.products == 8 * 3
+    assert seen.products == 3 * 3
 
 
-def test_compiled(implementation) -> None:
+def test_compiled() -> None:
     """Catches a graph break, and a fake kernel whose shapes are not the real one's."""
     h, matrix, targets, scale = draw((3, 4), 64, 101, torch.bfloat16)
     compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
@@ -346,7 +322,7 @@ def test_compiled(implementation) -> None:
     assert torch.equal(torch.autograd.grad(compiled(h, frozen, targets), h)[0], expected[0])
 
 
-def test_recomputed(implementation) -> None:
+def test_recomputed() -> None:
     """Catches gradients that hang on something beside what autograd saves, which is then kept and not made anew."""
     h, matrix, targets, scale = draw((9,), 64, 101)
     direct = torch.autograd.grad(linear_cross_entropy(h, matrix, targets, scale, 0.01), (h, matrix, scale))
@@ -358,13 +334,17 @@ def test_recomputed(implementation) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scaled", "z_loss", "needed"),
-    [(True, 0.01, (True, True, True)), (False, 0.01, (True, False, False)), (True, 0.0, (False, True, False))],
+    ("on_triton", "scaled", "z_loss", "needed"),
+    [
+        (True, True, 0.01, (True, True, True)),
+        (False, True, 0.01, (True, True, True)),
+        (False, False, 0.01, (True, False, False)),
+        (False, True, 0.0, (False, True, False)),
+    ],
 )
-def test_opcheck(implementation, scaled: bool, z_loss: float, needed: tuple[bool, bool, bool]) -> None:
+def test_opcheck(on_triton: bool, scaled: bool, z_loss: float, needed: tuple[bool, bool, bool]) -> None:
     """Catches an operation that changes or aliases an argument, and a fake kernel of another shape, stride or dtype."""
     h, matrix, targets, scale = (t.detach() for t in draw((2, 4), 64, 101, torch.bfloat16))
-    needed = (*needed[:2], needed[2] and scaled)
     smoothing = 0.1 if z_loss and scaled else 0.0
-    arguments = (h, matrix, targets, scale if scaled else None, z_loss, *needed, smoothing, implementation == "triton")
+    arguments = (h, matrix, targets, scale if scaled else None, z_loss, *needed, smoothing, on_triton)
     torch.library.opcheck(linear_cross_entropy_forward, arguments)

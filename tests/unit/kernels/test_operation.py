@@ -60,7 +60,7 @@ def test_arguments_by_name() -> None:
     assert told(x=torch.ones(1), bias=torch.ones(1)).item() == 102.0
 
 
-@pytest.mark.parametrize("kernels", ["triton", "torch"])
+@pytest.mark.parametrize("kernels", ["triton", "torch", "auto"])
 def test_what_the_log_says(kernels: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, and only where a kernel would have run. Caught: a line for each call, one for whoever asked for none."""
     monkeypatch.setattr(log, "_said", set())

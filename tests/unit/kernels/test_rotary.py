@@ -1,19 +1,17 @@
 """Rotary positions with QK-norm and scale: the Triton kernels and the way by hand."""
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.rotary import QKV, Options, Rope
 from ngpt_train.kernels.rotary import rotary as operation
 from ngpt_train.models.layers.rope import rope_table
 from tests.combinations import pairs_first
+from tests.unit.kernels.looks import error
 
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -49,12 +47,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(params=["triton", "torch"])
-def way(request: pytest.FixtureRequest) -> Iterator[str]:
-    with dispatch.chosen(request.param):
-        yield request.param
-
-
 def angles(case: Case, interleaved: bool, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Angles of positions that begin late, so that no angle is 0."""
     rope = rope_table(case.T + 7, case.D, 100.0, interleaved, DEVICE, dtype)
@@ -78,11 +70,6 @@ def scale_of(case: Case) -> Tensor:
 def gradients_of(y: tuple[Tensor, ...], case: Case) -> list[Tensor]:
     """dq', dk', dv, as attention leaves them: (B, H, T, D) in memory."""
     return [torch.randn_like(x.transpose(1, 2).contiguous()).transpose(1, 2) for x in y]
-
-
-def error(found: Tensor, expected: Tensor) -> float:
-    tiny = torch.finfo(torch.float64).tiny  # what should be 0 is 0
-    return ((found.double() - expected).norm() / expected.norm().clamp_min(tiny)).item()
 
 
 def compare(
@@ -121,7 +108,7 @@ def compare(
 
 
 @pairs_first(case=CASES, normalized=[False, True], interleaved=[False, True], dtype=[torch.float32, torch.bfloat16])
-@pytest.mark.usefixtures("way", "poison")
+@pytest.mark.usefixtures("kernels", "poison")
 def test_matches_fp64(case: Case, interleaved: bool, normalized: bool, dtype: torch.dtype) -> None:
     """Catches a wrong sign, factor, mask, offset or order of norm and scale; angles of another row or token; heads,
     tokens and partial sums that nobody writes."""
@@ -131,7 +118,7 @@ def test_matches_fp64(case: Case, interleaved: bool, normalized: bool, dtype: to
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.usefixtures("way", "poison")
+@pytest.mark.usefixtures("kernels", "poison")
 def test_each_option_by_itself(interleaved: bool) -> None:
     """Catches a scale that is left out without a norm, or a norm without a scale (ablations of the paper)."""
     torch.manual_seed(1)
@@ -142,7 +129,7 @@ def test_each_option_by_itself(interleaved: bool) -> None:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.usefixtures("way", "poison")
+@pytest.mark.usefixtures("kernels", "poison")
 def test_strides(interleaved: bool) -> None:
     """Catches a stride taken for granted: of qkv, of the angles, of a scale that is one number, of each gradient."""
     torch.manual_seed(2)
@@ -161,7 +148,7 @@ def test_strides(interleaved: bool) -> None:
         compare(qkv, cos, sin, case, interleaved, True, number, dy)
 
 
-@pytest.mark.usefixtures("way", "poison")
+@pytest.mark.usefixtures("kernels", "poison")
 def test_vanishing_heads() -> None:
     """Catches a division by zero, and the gradient of a norm below the 1e-12 where Norm divides by a constant."""
     torch.manual_seed(3)
@@ -176,7 +163,7 @@ def test_vanishing_heads() -> None:
     assert torch.autograd.grad(y, qkv, gradients_of(y, case))[0].isfinite().all()
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("kernels")
 def test_one_gradient() -> None:
     """Catches outputs that must all be used: here only k' is."""
     torch.manual_seed(4)
@@ -189,64 +176,6 @@ def test_one_gradient() -> None:
     assert d_qkv[..., :16].eq(0).all()
     assert d_qkv[..., 32:].eq(0).all()
     assert d_scale.eq(0).all()
-
-
-@pytest.mark.parametrize(("way", "normalized"), [("triton", True), ("torch", False)], indirect=["way"])
-def test_compiled_and_recomputed(way: str, normalized: bool) -> None:
-    """Catches a graph break, a fake kernel of another shape, and activations kept beside autograd's saved tensors."""
-    torch.manual_seed(5)
-    torch.compiler.reset()
-    case = Case(1, 3, 4, 2, 16, documents=True)
-    cos, sin = angles(case, False)
-    arguments = [packed(case, torch.bfloat16).requires_grad_()]
-    arguments += [scale_of(case).requires_grad_()] if normalized else []
-
-    def plain(*inputs: Tensor) -> tuple[Tensor, ...]:
-        qkv, scale = (*inputs, None)[:2]
-        return rotary(qkv, cos, sin, Options(4, 2, False, normalized), scale)
-
-    computed = []
-
-    def counted(*inputs: Tensor) -> tuple[Tensor, ...]:
-        computed.append(inputs)
-        return plain(*inputs)
-
-    compiled = torch.compile(plain, backend="aot_eager", fullgraph=True)
-    y = plain(*arguments)
-    dy = gradients_of(y, case)
-    expected = [*y, *torch.autograd.grad(y, arguments, dy)]
-    for other in (compiled, lambda *inputs: checkpoint(counted, *inputs, use_reentrant=False)):
-        y = other(*arguments)
-        found = [*y, *torch.autograd.grad(y, arguments, dy)]
-        if way == "triton" or other is not compiled:
-            assert all(map(torch.equal, found, expected))
-        else:  # the compiler has the plain formula
-            assert all(error(x, right.double()) <= 4e-3 for x, right in zip(found, expected, strict=True))
-    assert len(computed) == 2  # anew for the backward pass
-
-
-@pytest.mark.usefixtures("way")
-def test_saves_its_inputs_only() -> None:
-    """Catches an activation that is kept for the backward pass."""
-    case, saved = Case(2, 3, 4, 2, 16), []
-    cos, sin = angles(case, False)
-    arguments = [packed(case, torch.float32).requires_grad_(), cos, sin, scale_of(case)]
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        rotary(*arguments[:3], Options(4, 2, False, True), arguments[3])
-    assert {x.data_ptr() for x in saved} == {x.data_ptr() for x in arguments}
-
-
-@pytest.mark.parametrize("normalized", [False, True], ids=["gpt", "ngpt"])
-def test_operators(normalized: bool) -> None:
-    """Catches a schema or a fake kernel that differs from the operator, and an output that is an input."""
-    from ngpt_train.kernels.gpu.rotary import rotary_backward, rotary_forward
-
-    case = Case(1, 2, 2, 1, 8)
-    cos, sin = angles(case, False)
-    common = packed(case, torch.bfloat16), cos, sin, scale_of(case) if normalized else None
-    dy = [torch.randn(1, heads, 2, 8, device=DEVICE).bfloat16().transpose(1, 2) for heads in (2, 1, 1)]
-    torch.library.opcheck(rotary_forward, (*common, 2, 1, False, normalized))
-    torch.library.opcheck(rotary_backward, (*dy, *common, 2, 1, False, normalized))
 
 
 def test_formula() -> None:
@@ -267,19 +196,6 @@ def test_formula() -> None:
             expected *= scale[6 * head : 6 * head + 6] if head < 2 else 1
             assert error(found, expected) <= 1e-12
         assert torch.equal(v.flatten(2), qkv[..., 18:])
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_fp64(interleaved: bool) -> None:
-    """Catches an fp64 model that is computed in less, also where kernels=triton."""
-    torch.manual_seed(7)
-    case = Case(2, 2, 2, 1, 4, documents=True)
-    cos, sin = angles(case, interleaved, torch.float64)
-    arguments = packed(case, torch.float64).requires_grad_(), scale_of(case).double().requires_grad_()
-    with dispatch.chosen("triton"):
-        compare(arguments[0], cos, sin, case, interleaved, True, arguments[1])
-        options = Options(2, 1, interleaved, True)
-        assert torch.autograd.gradcheck(lambda x, t: rotary(x, cos, sin, options, t), arguments)
 
 
 def test_refusals() -> None:

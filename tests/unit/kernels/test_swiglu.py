@@ -1,25 +1,18 @@
 """SwiGLU with scale vectors: the Triton kernels and the plain formula."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from ngpt_train.kernels import dispatch
-from ngpt_train.kernels.swiglu import backward_by_hand, swiglu
+from ngpt_train.kernels.swiglu import backward_by_hand, scaled_linear, scaled_swiglu, swiglu
 from tests.combinations import pairs_first
+from tests.unit.kernels.looks import error
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-
-
-@pytest.fixture(params=["triton", "torch"])
-def way(request: pytest.FixtureRequest) -> Iterator[None]:
-    with dispatch.chosen(request.param):
-        yield
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype, scaled: bool = True) -> list[Tensor]:
@@ -30,28 +23,30 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype, scaled: bool = True) -> l
     return [uv, *(vector.requires_grad_() for vector in vectors)] if scaled else [uv]
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    return ((found.double() - expected).norm() / expected.norm()).item()
-
-
-def compare(arguments: list[Tensor], dy: Tensor) -> None:
-    """Output and all gradients against autograd of the formula in fp64."""
+def compare(
+    arguments: list[Tensor],
+    dy: Tensor,
+    function: Callable[..., Tensor] = swiglu,
+    formula: Callable[..., Tensor] = swiglu.formula,
+    tolerance: float | None = None,
+) -> None:
+    """Output and all gradients against autograd of the formula in fp64. tolerance: of each; None: of its dtype."""
     exact = [x.detach().double().requires_grad_() for x in arguments]
-    y, expected = swiglu(*arguments), swiglu.formula(*exact)
+    y, expected = function(*arguments), formula(*exact)
     assert (y.shape, y.dtype) == (expected.shape, arguments[0].dtype)
-    assert error(y, expected) <= TOLERANCE[y.dtype]
+    assert error(y, expected) <= (tolerance or TOLERANCE[y.dtype])
     gradients = torch.autograd.grad(y, arguments, dy)
     for x, found, right in zip(arguments, gradients, torch.autograd.grad(expected, exact, dy.double()), strict=True):
         assert (found.shape, found.dtype) == (x.shape, x.dtype)
-        assert error(found, right) <= TOLERANCE[found.dtype]
+        assert error(found, right) <= (tolerance or TOLERANCE[found.dtype])
 
 
 @pairs_first(
     shape=[(1, 1), (1, 37), (2, 3, 64), (7, 1024), (2, 2, 1280), (3, 2500)],
-    dtype=list(TOLERANCE),
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
     scaled=[True, False],
 )
-@pytest.mark.usefixtures("way", "poison")
+@pytest.mark.usefixtures("kernels", "poison")
 def test_matches_fp64(shape: tuple[int, ...], dtype: torch.dtype, scaled: bool) -> None:
     """Catches a wrong sign, factor, mask or offset, and columns, rows or partial sums that nobody writes."""
     torch.manual_seed(0)
@@ -70,7 +65,7 @@ def test_by_hand(scaled: bool) -> None:
     assert scaled or found[1:] == (None, None)
 
 
-@pytest.mark.usefixtures("way", "poison")
+@pytest.mark.usefixtures("kernels", "poison")
 def test_strides() -> None:
     """Catches a row or column stride taken for granted: of uv, of dy, of vectors that are one number, expanded."""
     torch.manual_seed(1)
@@ -85,7 +80,7 @@ def test_strides() -> None:
             )
 
 
-@pytest.mark.usefixtures("way", "poison")
+@pytest.mark.usefixtures("kernels", "poison")
 def test_extreme_values() -> None:
     """Catches an overflow of exp, and 0 * inf, far out on either side of SiLU; and a division by zero at 0."""
     v = torch.tensor([0.0, -0.0, 30.0, -30.0, 100.0, -100.0, 1e4, -1e4], device=DEVICE)
@@ -99,59 +94,13 @@ def test_extreme_values() -> None:
     assert gradient.eq(0).all()
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("kernels")
 def test_no_rows() -> None:
     """Catches a launch, or a partial sum, that supposes at least one row."""
     uv, s_u, s_v = inputs((0, 8), torch.float32)
     gradients = torch.autograd.grad(swiglu(uv, s_u, s_v).sum(), (uv, s_u, s_v))
     assert [g.shape for g in gradients] == [(0, 16), (8,), (8,)]
     assert gradients[1].eq(0).all()
-
-
-@pytest.mark.parametrize("scaled", [True, False])
-@pytest.mark.parametrize("way", ["triton"], indirect=True)
-@pytest.mark.usefixtures("way")
-def test_compiled_and_recomputed(scaled: bool) -> None:
-    """Catches a graph break, a fake kernel of another shape, and activations kept beside autograd's saved tensors."""
-    torch.manual_seed(2)
-    arguments, dy = inputs((2, 5, 96), torch.bfloat16, scaled), torch.randn(2, 5, 96, device=DEVICE).bfloat16()
-    compiled = torch.compile(swiglu, backend="aot_eager", fullgraph=True)
-
-    computed = []
-
-    def counted(*inputs: Tensor) -> Tensor:
-        computed.append(inputs)
-        return swiglu(*inputs)
-
-    def recomputed(*inputs: Tensor) -> Tensor:
-        return checkpoint(counted, *inputs, use_reentrant=False)
-
-    plain = swiglu(*arguments)
-    expected = [plain, *torch.autograd.grad(plain, arguments, dy)]
-    for way in (compiled, recomputed):
-        y = way(*arguments)
-        assert all(map(torch.equal, [y, *torch.autograd.grad(y, arguments, dy)], expected))
-    assert len(computed) == 2  # anew for the backward pass
-
-
-@pytest.mark.usefixtures("way")
-def test_saves_its_inputs_only() -> None:
-    """Catches an activation that is kept for the backward pass."""
-    arguments, saved = inputs((4, 32), torch.bfloat16), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        swiglu(*arguments)
-    assert [x.data_ptr() for x in saved] == [x.data_ptr() for x in arguments]
-
-
-@pytest.mark.parametrize("scaled", [True, False])
-def test_operators(scaled: bool) -> None:
-    """Catches a schema or a fake kernel that differs from the operator, and an output that is an input."""
-    from ngpt_train.kernels.gpu.swiglu import swiglu_backward, swiglu_forward
-
-    uv, *vectors = (x.detach() for x in inputs((2, 3, 40), torch.bfloat16, scaled))
-    s_u, s_v = vectors or (None, None)
-    torch.library.opcheck(swiglu_forward, (uv, s_u, s_v))
-    torch.library.opcheck(swiglu_backward, (uv[..., :40], uv, s_u, s_v))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -168,11 +117,7 @@ def test_formula(dtype: torch.dtype) -> None:
 
 
 def test_torch_path() -> None:
-    """Catches an fp64 model that is computed in less, also where kernels=triton, and a CPU model sent to Triton."""
-    arguments = [x.detach().double().requires_grad_() for x in inputs((3, 6), torch.float32)]
-    assert torch.autograd.gradcheck(swiglu, arguments)
-    with dispatch.chosen("triton"):
-        assert swiglu(*arguments).dtype == torch.float64
+    """Catches a CPU model sent to Triton, and gradients by hand where autograd keeps no more."""
     assert "SwiGLU" not in type(swiglu(torch.ones(2, 4, requires_grad=True)).grad_fn).__name__
 
 
@@ -182,3 +127,26 @@ def test_refusals() -> None:
     for arguments in ((torch.ones(2, 7),), (uv, s), (uv, None, s), (uv, s[:1], s), (uv, s, s[:3])):
         with pytest.raises(ValueError, match="swiglu"):
             swiglu(*arguments)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Values of either sign, not small."""
+    return (torch.rand(shape, dtype=torch.float64) - 0.4).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("leading", [(1,), (2, 3)], ids=str)
+def test_scaled_linear(leading: tuple[int, ...]) -> None:
+    """Caught: a scale left out of the product or of a gradient, its gradient taken after scaling, tokens left out."""
+    torch.manual_seed(sum(leading))
+    dy = draw(*leading, 11).detach()
+    compare([draw(*leading, 7), draw(11, 7), draw(11)], dy, scaled_linear, lambda x, matrix, s: (x @ matrix.T) * s)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_scaled_swiglu(dtype: torch.dtype) -> None:
+    """Folded or not. Caught: s_u and s_v exchanged, halves exchanged, scales rounded into bf16 weights."""
+    torch.manual_seed(0)
+    vectors = [draw(24, dtype=torch.promote_types(dtype, torch.float32)) for _ in range(2)]
+    arguments, dy = [draw(3, 4, 16, dtype=dtype), draw(48, 16, dtype=dtype), *vectors], draw(3, 4, 24, dtype=dtype)
+    tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
+    compare(arguments, dy.detach(), scaled_swiglu, lambda x, w_uv, *s: swiglu.formula(x @ w_uv.T, *s), tolerance)

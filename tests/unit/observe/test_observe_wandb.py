@@ -15,6 +15,7 @@ import pytest
 
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.records import WandbConfig
+from ngpt_train.core.recorded import Sink
 from ngpt_train.observe import build_sinks
 from ngpt_train.observe.sinks import JsonlSink
 from ngpt_train.observe.wandb_sink import WandbSink
@@ -263,14 +264,21 @@ def test_follower_ends_with_a_killed_run(tmp_path: Path, fake: Path) -> None:
 
 
 def test_the_run_is_described(tmp_path: Path, fake: Path) -> None:
+    """In the config and in the summary, by which runs are compared. Caught: a run with rollbacks or a fallback that
+    looks like one without."""
     cfg = Config()
     cfg.logging.wandb = WandbConfig(mode="online", name="a", group="b", tags=["c", "d"], notes="e")
-    for sink in build_sinks(cfg, tmp_path, {"world_size": 8}, resume_step=None):
+    info = {"world_size": 8, "step": 4, "damaged": {"step_00000006": "state.json is missing"}}
+    rollbacks = [{"number": 1, "step": 4, "why": "the loss of step 6 is 9, after a median of 2"}]
+    for sink in build_sinks(cfg, tmp_path, info, resume_step=4, rollbacks=rollbacks):
         sink.close("done")
-    (init,) = events(fake, "init")
-    assert init["config"]["run_info"] == {"world_size": 8}
+    (init,), (finish,) = events(fake, "init"), events(fake, "finish")
+    assert init["config"]["run_info"] == info
+    assert init["config"]["rollbacks"] == rollbacks
     assert init["config"]["model"]["context"] == 256
     assert [init[name] for name in ("name", "group", "tags", "notes")] == ["a", "b", ["c", "d"], "e"]
+    assert finish["summary"]["rollbacks"] == 1
+    assert finish["summary"]["fallback"] == "the run goes on from step 4; step_00000006: state.json is missing"
 
 
 @pytest.mark.parametrize(
@@ -284,15 +292,16 @@ def test_the_run_is_described(tmp_path: Path, fake: Path) -> None:
     ],
 )
 def test_wandb_is_off_unless_asked(
-    tmp_path: Path,
-    fake: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    mode: str,
-    asked: str | None,
-    project: str | None,
-    means: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, asked: str | None, project: str | None, means: str
 ) -> None:
     """Caught: a toy run that is uploaded because there is a key; a run that does not say how to turn it on."""
+    begun: list[bool] = []
+
+    class Begun(Sink):
+        def __init__(self, settings: WandbConfig, online: bool, *_: object) -> None:
+            begun.append(online)
+
+    monkeypatch.setattr("ngpt_train.observe.WandbSink", Begun)
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567")
     monkeypatch.delenv("WANDB_MODE", raising=False)
     if asked:
@@ -301,24 +310,9 @@ def test_wandb_is_off_unless_asked(
     cfg.logging.wandb = WandbConfig(mode=mode, project=project)
     for sink in build_sinks(cfg, tmp_path, {}, resume_step=None):
         sink.close("done")
-    assert [init["mode"] for init in events(fake, "init")] == ([] if means == "disabled" else [means])
+    assert begun == ([] if means == "disabled" else [means == "online"])
     told = "wandb: off (logging.wandb.mode=online" in (tmp_path / "logs" / "rank_0.log").read_text()
     assert told == (means == "disabled")
-
-
-def test_rollbacks_and_a_fallback_are_told(tmp_path: Path, fake: Path) -> None:
-    """In the config and in the summary, by which runs are compared. Caught: a run that looks like one without them."""
-    cfg = Config()
-    cfg.logging.wandb = WandbConfig(mode="online")
-    info = {"step": 4, "damaged": {"step_00000006": "state.json is missing"}}
-    rollbacks = [{"number": 1, "step": 4, "why": "the loss of step 6 is 9, after a median of 2"}]
-    for sink in build_sinks(cfg, tmp_path, info, resume_step=4, rollbacks=rollbacks):
-        sink.close("done")
-    (init,), (finish,) = events(fake, "init"), events(fake, "finish")
-    assert init["config"]["rollbacks"] == rollbacks
-    assert init["config"]["run_info"] == info
-    assert finish["summary"]["rollbacks"] == 1
-    assert finish["summary"]["fallback"] == "the run goes on from step 4; step_00000006: state.json is missing"
 
 
 # The real wandb, without a network

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ngpt_train.config import DataError
-from ngpt_train.report.curves import _moving_mean, plot_run
+from ngpt_train.report.ended_runs import _moving_mean, plot_run
 
 
 def write_metrics(path: Path, n_records: int, every: int = 1) -> None:

@@ -12,9 +12,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ngpt_train.config.schema import Config
 from ngpt_train.distributed import layouts
-from ngpt_train.distributed.sharding import held
 from ngpt_train.distributed.world import World
 from ngpt_train.models import Decoder
+from ngpt_train.optim.row_adam import local_rows
 from ngpt_train.report.counting import MemoryCounter, counting
 from ngpt_train.training import build_state, train_step
 
@@ -48,7 +48,7 @@ def peak_of_steps(config: Config, world: World) -> int:
     counter = MemoryCounter()
     with counting(counter):
         for tensor in (*state.model.parameters(), *state.model.buffers()):
-            counter.note(held(tensor))
+            counter.note(local_rows(tensor))
         for _ in range(2):
             counter.peak = counter.now
             train_step(state, [(rows, rows) for rows in tokens], untouched=True)

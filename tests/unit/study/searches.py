@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from ngpt_train.study.definition import LR, Study, Tuned
+from ngpt_train.study.definition import LR, Study
 from ngpt_train.study.points import DONE, FAILED, Point, Result
 from ngpt_train.study.tuning import Trials, next_points
 
@@ -21,7 +21,7 @@ def study(
     **lists: tuple[object, ...],
 ) -> Study:
     """lists: further keys of the section optim, by their values."""
-    tune = {LR: Tuned(factor=2.0)} | {f"optim.{key}": Tuned(values=values) for key, values in lists.items()}  # type: ignore[arg-type]
+    tune = {LR: 2.0} | {f"optim.{key}": values for key, values in lists.items()}
     of_arms: dict[str, tuple[str, ...]] = dict.fromkeys(arms, ())
     return Study("test", Path("studies"), arms[0], of_arms, (), budgets, tune, seeds, max_points=max_points)
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
-from ngpt_train.config.schema import Config
+from ngpt_train.__main__ import main
 from ngpt_train.config.sections.studies import AuditConfig
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_json
@@ -24,10 +24,10 @@ from tests.processes.runs import arguments, train, write_corpus
 
 # Writes what training the window of the config in argv[2] again gives, out of the run in argv[1].
 REPLAY = """
-import json, shutil, sys, yaml
+import json, re, shutil, sys
 from pathlib import Path
-honest, config = Path(sys.argv[1]), yaml.safe_load(Path(sys.argv[2]).read_text())
-there, end = Path(config["run"]["root"], config["run"]["name"]), config["train"]["stop_at"]
+honest, config = map(Path, sys.argv[1:])
+there, end = config.with_name("again"), int(re.search(r"stop_at: (\\d+)", config.read_text())[1])
 found = sorted((there / "checkpoints").glob("step_*"))
 begin = int(found[0].name[5:]) if found else 0
 lines = [json.loads(line) for line in (honest / "metrics.jsonl").read_text().splitlines()]
@@ -37,7 +37,7 @@ for x in kept:
 shutil.copytree(honest / "evals", there / "evals", dirs_exist_ok=True)
 shutil.copytree(honest / f"checkpoints/step_{end:08d}", there / f"checkpoints/step_{end:08d}", dirs_exist_ok=True)
 shutil.copy(honest / "run.json", there)
-shutil.copy(sys.argv[2], there / "config.yaml")
+shutil.copy(config, there / "config.yaml")
 (there / "metrics.jsonl").write_text("".join(json.dumps(x) + "\\n" for x in kept))
 (there / "exit.json").write_text(json.dumps({"code": 0, "reason": "done", "step": end}))
 """
@@ -72,16 +72,21 @@ def here(run: Path) -> dict[str, Any]:
     return {name: start[name] for name in ("git_commit", "versions", "device", "cpu")}
 
 
-def as_stored(config: Config) -> Config:
-    return config
-
-
-def audited(run: Path, honest: Path, machine: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-    def command_on(ranks: int) -> Sequence[str]:
-        return [sys.executable, "-c", REPLAY, str(honest)]
-
+def audited(
+    run: Path, honest: Path, machine: Mapping[str, Any] | None = None, program: str = REPLAY, **options: Any
+) -> dict[str, Any]:
+    """The certificate of `run`. program: trains a window again, from the paths of `honest` and of its config."""
+    command = [sys.executable, "-S", "-c", program, str(honest)]  # -S: it needs no packages, and begins sooner
     chosen = AuditConfig(run=str(run), **{"seed": 0} | options)
-    return audit(run, chosen, command_on, machine or here(honest), as_stored, lambda line: None)
+    return audit(run, chosen, lambda ranks: command, machine or here(honest), lambda config: config)
+
+
+def sentences(certificate: Mapping[str, Any]) -> str:
+    return "\n".join(finding["says"] for finding in certificate["found"])
+
+
+def spans(certificate: Mapping[str, Any]) -> list[tuple[int, int]]:
+    return [(window["start"], window["end"]) for window in certificate["windows"]]
 
 
 def edit(change: Callable[[list[dict[str, Any]]], Any]) -> Callable[[Path], None]:
@@ -132,19 +137,24 @@ def swap(run: Path) -> None:
     (run / "aside").rename(other)
 
 
-def rows_too(run: Path) -> None:
-    """A better validation, with the losses of its rows."""
-    path = run / "evals/step_00000012.npz"
+def change_rows(path: Path, change: Callable[[np.ndarray], np.ndarray]) -> float:
+    """Changes the losses of the rows of a validation; returns their sum."""
     with np.load(path) as file:
         arrays = dict(file)
-    arrays["loss_sum"] = arrays["loss_sum"] * 0.99
+    arrays["loss_sum"] = change(arrays["loss_sum"])
     with path.open("wb") as file:
         np.savez(file, **arrays)
+    return float(arrays["loss_sum"].sum())
+
+
+def rows_too(run: Path) -> None:
+    """A better validation, with the losses of its rows."""
+    total = change_rows(run / "evals/step_00000012.npz", lambda losses: losses * 0.99)
 
     def change(lines: list[dict[str, Any]]) -> None:
         record = lines[-1]
         n_bytes = record["loss"] * record["n_targets"] / record["bits_per_byte"]
-        record["loss"] = float(arrays["loss_sum"].sum()) / record["n_targets"]
+        record["loss"] = total / record["n_targets"]
         record["ppl"] = float(np.exp(record["loss"]))
         record["bits_per_byte"] = record["loss"] * record["n_targets"] / n_bytes
 
@@ -153,12 +163,7 @@ def rows_too(run: Path) -> None:
 
 def rows_swapped(run: Path) -> None:
     """The losses of two rows, whose sum stays."""
-    path = run / "evals/step_00000008.npz"
-    with np.load(path) as file:
-        arrays = dict(file)
-    arrays["loss_sum"][[0, 1]] = arrays["loss_sum"][[1, 0]]
-    with path.open("wb") as file:
-        np.savez(file, **arrays)
+    change_rows(run / "evals/step_00000008.npz", lambda losses: losses[[1, 0, *range(2, len(losses))]])
 
 
 def another_lr(run: Path) -> None:
@@ -194,19 +199,27 @@ def facts(**changed: Any) -> Callable[[Path], None]:
 
 
 def test_an_honest_run_is_equal(run: Path, honest: Path) -> None:
-    """Caught: a comparison of seconds; a run that is changed; windows that are not trained."""
+    """Caught: a comparison of seconds; a run that is changed; windows that are not trained; a certificate of records
+    that were edited after the audit."""
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     certificate = audited(run, honest)
-    assert certificate["found"] == []
-    assert certificate["equal"]
-    assert certificate["how"] == "to the bit"
-    assert [(x["start"], x["end"], x["train_records"], x["checkpoint"]) for x in certificate["windows"]] == [
-        (0, 4, 4, True),
-        (4, 8, 4, True),
-        (8, 12, 4, True),
-    ]
-    assert [x["eval_records"] for x in certificate["windows"]] == [2, 2, 2]
+    assert (certificate["found"], certificate["equal"], certificate["how"]) == ([], True, "to the bit")
+    assert spans(certificate) == [(0, 4), (4, 8), (8, 12)]
+    assert [(x["train_records"], x["eval_records"], x["checkpoint"]) for x in certificate["windows"]] == [
+        (4, 2, True)
+    ] * 3
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+    write_json(run / CERTIFICATE, certificate)
+    (found,) = read_certificates([read_run(run), read_run(honest)])
+    assert (found["equal"], found["valid"], found["found"], found["steps_compared"]) == (True, True, 0, 12)
+    assert found["windows"] == [[0, 4], [4, 8], [8, 12]]
+    nudge("train", 6, "loss")(run)
+    assert not read_certificates([read_run(run)])[0]["valid"]
+    (run / CERTIFICATE).write_text("{}")
+    (found,) = read_certificates([read_run(run)])
+    assert not found["valid"]
+    assert "cannot be read" in found["note"]
 
 
 # By case: the changes of a run, each with fragments of the audit's sentences. They do not hide one another.
@@ -261,61 +274,63 @@ def test_tampering_is_named(run: Path, honest: Path, case: str) -> None:
         tamper(run)
     certificate = audited(run, honest)
     assert not certificate["equal"]
-    said = "\n".join(finding["says"] for finding in certificate["found"])
+    said = sentences(certificate)
     assert not [words for _, named in TAMPERED[case] for words in named if words not in said], said
 
 
-@pytest.mark.parametrize("changed", [{"threads": -3}, {"threads": True}, {"world_size": "two"}, {"world_size": 0}])
-def test_a_start_that_no_run_has(run: Path, honest: Path, changed: dict[str, Any]) -> None:
-    """Caught: an edit that ends the audit without a sentence."""
-    facts(**changed)(run)
-    (name,) = changed
-    with pytest.raises(DataError, match=rf"run\.json: starts\[0\]: {name}="):
-        audited(run, honest)
-
-
-@pytest.mark.parametrize("content", ['{"4": 1}', '{"4": 5.5, "8": null}', '{"4": 5.5', "[]"])
+@pytest.mark.parametrize("content", ['{"4": 1}', '{"4": 5.5'])
 def test_a_damaged_list_of_validations_hides_nothing(run: Path, honest: Path, content: str) -> None:
     """Caught: a file of the whole run that makes each checkpoint damaged, so that one window alone is trained again."""
     (run / "checkpoints/validation.json").write_text(content)
     nudge("train", 8, "lr")(run)
     certificate = audited(run, honest)
     assert [x["where"] for x in certificate["found"]][:2] == [METRICS, "validation.json"]
-    assert [(x["start"], x["end"]) for x in certificate["windows"]] == [(0, 4), (4, 8), (8, 12)]
+    assert spans(certificate) == [(0, 4), (4, 8), (8, 12)]
 
 
-def test_numbers_that_no_run_has(run: Path, honest: Path) -> None:
-    """Caught: edits that end the audit with a traceback."""
-    (run / "checkpoints/validation.json").write_text(json.dumps({"²": 5.5, "9" * 5000: 5.5}))
-    assert audited(run, honest)["equal"]
-    facts(step=4)(run)
-    with pytest.raises(DataError, match="does not say how the run began"):
-        audited(run, honest)
-    lines = (run / METRICS).read_text().splitlines()
-    (run / METRICS).write_text("\n".join([*lines, '{"kind": "train", "loss": 5.5}']) + "\n")
-    with pytest.raises(DataError, match="step=null is not"):
-        audited(run, honest)
+def no_rows(run: Path) -> None:
     config = yaml.safe_load((run / "config.yaml").read_text())
     config["train"] |= {"batch_rows": None, "batch_tokens": None}
     (run / "config.yaml").write_text(yaml.safe_dump(config))
-    (run / METRICS).write_text("\n".join(lines) + "\n")
-    facts(step=0)(run)
-    with pytest.raises(DataError, match=r"train\.batch_rows=null"):
+
+
+@pytest.mark.parametrize(
+    ("tamper", "said"),
+    [
+        (facts(threads=-3), r"run\.json: starts\[0\]: threads="),
+        (facts(world_size="two"), r"run\.json: starts\[0\]: world_size="),
+        (facts(threads=10**6), "room for"),
+        (facts(step=4), "does not say how the run began"),
+        (edit(lambda lines: [*lines, {"kind": "train", "loss": 5.5}]), "step=null is not"),
+        (no_rows, r"train\.batch_rows=null"),
+        (lambda run: (run / "exit.json").write_text("[]"), r"exit\.json: "),
+        (lambda run: (run / "exit.json").write_text("{}"), r"exit\.json: "),
+    ],
+)
+def test_files_that_no_run_has(run: Path, honest: Path, tamper: Callable[[Path], Any], said: str) -> None:
+    """Caught: edits that end the audit with a traceback."""
+    tamper(run)
+    with pytest.raises(DataError, match=said):
         audited(run, honest)
 
 
-@pytest.mark.parametrize("said", ["[]", "{}", '{"code": "4", "reason": "done", "step": 12}'])
-def test_an_end_that_no_run_has(run: Path, honest: Path, said: str) -> None:
-    """Caught: an edit that ends the audit with a traceback."""
-    (run / "exit.json").write_text(said)
-    with pytest.raises(DataError, match=r"exit\.json: "):
-        audited(run, honest)
+def test_wrong_use(honest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for given, said in (
+        ([], "audit.run=null"),
+        ([str(tmp_path)], "it has no config.yaml"),
+        ([str(tmp_path), str(honest)], "one run at a time"),
+        ([str(honest), f"audit.out={tmp_path}"], "is a directory"),
+        ([str(honest), "audit.windows=0"], "audit.windows=0: must be"),
+    ):
+        assert main(["audit", *given]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_what_is_not_looked_at_is_said(run: Path, honest: Path) -> None:
-    """Caught: a certificate without a word on the unchecked files."""
+    """Caught: a certificate without a word on the unchecked files; a traceback for numbers of steps that no run has."""
+    (run / "checkpoints/validation.json").write_text(json.dumps({"²": 5.5, "9" * 5000: 5.5}))
     certificate = audited(run, honest, windows=1)
-    assert [(x["start"], x["end"]) for x in certificate["windows"]] == [(4, 8)]
+    assert spans(certificate) == [(4, 8)]
     assert (certificate["equal"], certificate["steps_compared"], certificate["steps"]) == (True, 4, 12)
     nudge("train", 11, "loss", "loss_mean")(run)
     ended(code=4, reason="NumericalError: nan")(run)
@@ -344,23 +359,16 @@ def test_a_run_that_diverged_is_equal(run: Path, honest: Path, tmp_path: Path) -
         (each / "evals/step_00000012.npz").unlink()
         write_json(each / "exit.json", {"code": 4, "reason": "NumericalError: nan", "step": 12})
 
-    def command_on(ranks: int) -> Sequence[str]:
-        return [sys.executable, "-c", REPLAY + DIVERGES, str(other)]
-
-    def found() -> list[str]:
-        chosen = AuditConfig(run=str(run), seed=0)
-        return [x["says"] for x in audit(run, chosen, command_on, here(honest), as_stored, lambda line: None)["found"]]
-
-    assert found() == []
+    assert audited(run, other, program=REPLAY + DIVERGES)["found"] == []
     write_json(run / "exit.json", {"code": 1, "reason": "killed", "step": 12})
-    assert [x for x in found() if "steps 9 to 12 cannot be trained again" in x]
+    assert "steps 9 to 12 cannot be trained again" in sentences(audited(run, other, program=REPLAY + DIVERGES))
 
 
 def test_weights_of_another_run(run: Path, honest: Path) -> None:
     """Caught: checkpoints whose checksums are right by themselves, and are compared with nothing."""
     shutil.rmtree(run / "checkpoints/step_00000008")
     shutil.copytree(honest.parent / "other/checkpoints/step_00000008", run / "checkpoints/step_00000008")
-    said = "\n".join(finding["says"] for finding in audited(run, honest)["found"])
+    said = sentences(audited(run, honest))
     assert "run.seed=0, checkpoint step_00000008 was trained with 1" in said
     assert "the weights or moments of checkpoint step_00000008 are not those" in said
 
@@ -370,7 +378,7 @@ def test_damaged_checkpoints_are_no_beginnings(run: Path, honest: Path) -> None:
     path.write_bytes(path.read_bytes()[:-8] + b"tampered")
     certificate = audited(run, honest)
     assert "another xxh3" in certificate["found"][0]["says"]
-    assert [(x["start"], x["end"]) for x in certificate["windows"]] == [(0, 8), (8, 12)]
+    assert spans(certificate) == [(0, 8), (8, 12)]
 
 
 def test_another_machine_is_said(run: Path, honest: Path) -> None:
@@ -390,30 +398,17 @@ def test_another_machine_is_said(run: Path, honest: Path) -> None:
     assert not audited(run, honest, machine)["equal"]
 
 
-def test_training_that_fails_is_found(run: Path) -> None:
-    def command_on(ranks: int) -> Sequence[str]:
-        return [sys.executable, "-c", "import sys; print('error: the data is another'); sys.exit(3)"]
-
-    options = AuditConfig(run=str(run), windows=1, seed=0)
-    (found,) = audit(run, options, command_on, here(run), as_stored, lambda line: None)["found"]
-    assert "cannot be trained again: the data is another" in found["says"]
-
-
-def test_training_goes_on_from_a_copy_of_the_checkpoint(run: Path) -> None:
-    """Caught: a window from step 0, whose records are the same and whose checkpoint nobody looks at."""
+def test_training_goes_on_from_a_copy_of_the_checkpoint(run: Path, honest: Path) -> None:
+    """Caught: a window from step 0, whose records are the same and whose checkpoint nobody looks at; a training that
+    fails, and counts as equal."""
     program = """if True:
-        import sys, yaml; from pathlib import Path
-        config = yaml.safe_load(Path(sys.argv[1]).read_text())
-        there = Path(config["run"]["root"], config["run"]["name"])
-        found = sorted(x.parent.name for x in there.glob("checkpoints/*/state.json"))
-        print("error: at", config["train"]["stop_at"], found)
+        import sys; from pathlib import Path
+        there = Path(sys.argv[2]).with_name("again")
+        print("error: at", sorted(x.parent.name for x in there.glob("checkpoints/*/state.json")))
         sys.exit(3)"""
-    options = AuditConfig(run=str(run), seed=0)
-    found = audit(run, options, lambda ranks: [sys.executable, "-c", program], here(run), as_stored, lambda line: None)[
-        "found"
-    ]
-    begun = [x["says"].partition("again: ")[2] for x in found]
-    assert begun == ["at 4 []", "at 8 ['step_00000004']", "at 12 ['step_00000008']"]
+    found = audited(run, honest, program=program)["found"]
+    begun = [x["says"].partition("cannot be trained again: ")[2] for x in found]
+    assert begun == ["at []", "at ['step_00000004']", "at ['step_00000008']"]
 
 
 def test_windows() -> None:
@@ -428,22 +423,8 @@ def test_windows() -> None:
 
 def test_the_seed_chooses_windows(run: Path, honest: Path) -> None:
     """Caught: the same windows for every seed, so that a cheater knows them."""
-    audits = [audited(run, honest, windows=1, seed=seed) for seed in range(6)]
+    audits = [audited(run, honest, program="raise SystemExit(1)", windows=1, seed=seed) for seed in range(6)]
     assert len({x["windows"][0]["start"] for x in audits}) > 1
-
-
-def test_certificates(run: Path, honest: Path) -> None:
-    """Caught: a certificate of records that were edited after the audit."""
-    write_json(run / CERTIFICATE, audited(run, honest))
-    (found,) = read_certificates([read_run(run), read_run(honest)])
-    assert (found["equal"], found["valid"], found["found"], found["steps_compared"]) == (True, True, 0, 12)
-    assert found["windows"] == [[0, 4], [4, 8], [8, 12]]
-    nudge("train", 6, "loss")(run)
-    assert not read_certificates([read_run(run)])[0]["valid"]
-    (run / CERTIFICATE).write_text("{}")
-    (found,) = read_certificates([read_run(run)])
-    assert not found["valid"]
-    assert "cannot be read" in found["note"]
 
 
 def test_a_killed_run(run: Path, honest: Path) -> None:
@@ -454,4 +435,4 @@ def test_a_killed_run(run: Path, honest: Path) -> None:
     without("eval", 12)(run)
     assert audited(run, honest)["found"] == []
     shutil.copy(honest / "exit.json", run)
-    assert "there is no eval record of step 12" in [x["says"] for x in audited(run, honest)["found"]]
+    assert "there is no eval record of step 12" in sentences(audited(run, honest)).splitlines()

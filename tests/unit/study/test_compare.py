@@ -50,8 +50,7 @@ def mistake(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -
 def test_planted_truth(tmp_path: Path) -> None:
     planted = Planted(ratio=1.7, n_rows=32, of_row=0.02, of_both=0.02)
     runs = write_study(tmp_path / "runs", planted, lrs=(0.001, 0.002, 0.004, 0.008, 0.016))
-    assert main(["compare", *map(str, runs), f"compare.out={tmp_path / 'report'}"]) == 0
-    report = json.loads((tmp_path / "report/report.json").read_text(), parse_constant=pytest.fail)
+    report = report_of(runs, tmp_path / "report")
     assert report["verdicts"] == {"ngpt": "better"}
     assert report["baseline"] == "gpt"
     assert report["budgets"] == [204_800, 409_600, 819_200, 1_638_400]
@@ -71,13 +70,9 @@ def test_planted_truth(tmp_path: Path) -> None:
     assert flattering
     assert all("flatters" in x["note"] for x in flattering)
     assert sum(curve["best"] for curve in report["curves"]) == 2 * 4 * 3
-    for file in ("report.md", "report.html", "figures/speedup.png", "figures/speedup.svg"):
-        assert (tmp_path / "report" / file).stat().st_size > 0
 
 
-@pytest.mark.parametrize(
-    ("arm", "missing"), [("ngpt", (0.008, 0.016)), ("ngpt", (0.001, 0.002)), ("gpt", (0.008, 0.016))]
-)
+@pytest.mark.parametrize(("arm", "missing"), [("ngpt", (0.001, 0.002)), ("gpt", (0.008, 0.016))])
 def test_an_optimum_at_the_edge_is_untuned(tmp_path: Path, arm: str, missing: Sequence[float]) -> None:
     """The optimum of the arm or of the baseline."""
     for path in write_study(tmp_path / "runs", Planted(ratio=4), lrs=(0.001, 0.002, 0.004, 0.008, 0.016)):
@@ -256,8 +251,7 @@ def test_rows_of_a_seed_that_one_arm_has(tmp_path: Path) -> None:
     runs = [run for run in runs if run.name not in left_out]
     (alone,) = (tmp_path / "runs/gpt-204800-lr0.004-seed0/evals").glob("*.npz")
     alone.unlink()
-    assert main(["compare", *map(str, runs), f"compare.out={tmp_path / 'report'}"]) == 0
-    report = json.loads((tmp_path / "report/report.json").read_text())
+    report = report_of(runs, tmp_path / "report")
     assert not [note for note in report["notes"] if "further budgets" in note], report["notes"]
 
 
@@ -396,6 +390,6 @@ def test_what_is_not_ours_is_not_replaced(tmp_path: Path, capsys: pytest.Capture
     assert (out / "notes.txt").read_text() == "mine"
     assert "is a file" in mistake(capsys, 2, *runs, f"compare.out={out / 'notes.txt'}")
     assert "directory of a run" in mistake(capsys, 2, *runs, f"compare.out={runs[0]}")
-    assert "no directory that can be written" in mistake(capsys, 2, *runs, f"compare.out={out / 'notes.txt' / 'x'}")
+    assert "notes.txt cannot be written" in mistake(capsys, 2, *runs, f"compare.out={out / 'notes.txt' / 'x'}")
     assert "cannot be made" in mistake(capsys, 2, *runs, "compare.out=/proc/x")
     assert "at once" in mistake(capsys, 2, *runs, "-m")

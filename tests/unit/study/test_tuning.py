@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from ngpt_train.study.bracket import analyse
 from ngpt_train.study.definition import LR
-from ngpt_train.study.points import UNFINISHED, WAITING, Point
-from ngpt_train.study.tuning import next_points, tunings
+from ngpt_train.study.points import UNFINISHED, WAITING, Point, Result
+from ngpt_train.study.tuning import Line, analyse, next_points, tunings
 from tests.unit.study.searches import START, Loss, fixed_noise, octaves, result, search, study, trials
 
 
@@ -81,19 +80,19 @@ def test_the_best_by_all_seeds_is_gone_on_from() -> None:
 
 def test_a_hard_first_seed_makes_no_bracket() -> None:
     """Caught: means over different seeds that are compared as if seeds were alike."""
-    values, seeds = [1.0, 2.0, 2.0, 2.0, 4.0], [0, 0, 1, 2, 0]
-    losses = [3.101, 3.1, 3.0, 3.0, 3.101]  # 0.068 worse than the mean of the best, 0.001 with the same seed
-    assert analyse(values, losses, 0.058, seeds=seeds).state == "edge"
-    assert analyse(values, [3.2, *losses[1:4], 3.2], 0.058, seeds=seeds).state == "bracketed"
+    best = {0: 3.1, 1: 3.0, 2: 3.0}
+    # 0.068 worse than the mean of the best, 0.001 with the same seed
+    assert analyse(Line({1.0: {0: 3.101}, 2.0: best, 4.0: {0: 3.101}}, 2.0), 0.058).state == "edge"
+    assert analyse(Line({1.0: {0: 3.2}, 2.0: best, 4.0: {0: 3.2}}, 2.0), 0.058).state == "bracketed"
 
 
 def test_price_of_the_grid() -> None:
     """Caught: natural logarithms in the place of octaves, or the price of a factor of two itself."""
-    found = analyse([1.0, 2.0, 4.0], [3 + 0.2 * (k - 0.3) ** 2 for k in (-1, 0, 1)], 0.001)
+    found = analyse(Line({2.0 * 2**k: {0: 3 + 0.2 * (k - 0.3) ** 2} for k in (-1, 0, 1)}, 2.0), 0.001)
     assert found.optimum == pytest.approx(2 * 2**0.3)
     assert found.price_of_two == pytest.approx(0.2)
     assert found.price_of_grid == pytest.approx(0.2 * 0.3**2)
-    assert analyse([1.0, 2.0], [3.0, 3.1], 0.001).price_of_grid is None
+    assert analyse(Line({1.0: {0: 3.0}, 2.0: {0: 3.1}}, 1.0), 0.001).price_of_grid is None
 
 
 @pytest.mark.parametrize(("slope", "best"), [(1, START / 2**7), (-1, START * 2**7)])
@@ -104,30 +103,21 @@ def test_a_monotone_landscape_ends_at_the_edge(slope: int, best: float) -> None:
     assert len({point.values for point in results}) == 9  # max_points
 
 
-def test_a_point_that_diverges_is_worse() -> None:
+def test_runs_that_fail() -> None:
+    """Caught: a mean that leaves the failed seed out; rates that all diverge and are not lowered; rates that are
+    lowered where a lower one needs no less memory."""
     results, _ = search(study(), lambda point: None if octaves(point) > 0 else 3 - 0.02 * octaves(point))
     found = tunings(trials(results))[1000, LR]
-    assert (found.state, found.best) == ("bracketed", START)
-    assert found.low == START / 2
-    assert found.high == START * 2
-
-
-def test_a_seed_that_diverges_counts() -> None:
-    """Caught: a mean that leaves the failed seed out."""
+    assert (found.state, found.best, found.low, found.high) == ("bracketed", START, START / 2, START * 2)
     results, _ = search(study(), lambda point: None if octaves(point) == 1 and point.seed else bowl(1)(point))
     assert tunings(trials(results))[1000, LR].best != 0.002
-
-
-def test_where_all_rates_diverge_lower_ones_are_tried() -> None:
     results, _ = search(study(), lambda point: None if octaves(point) > -3.5 else bowl(-5)(point))
     assert octaves_of_best(results) == -5
-    results, _ = search(study(), lambda point: None)
-    assert len(results) == 9
-    results, _ = search(study(), lambda point: None, reason="out of memory: 3 GiB")
-    assert len(results) == 3, "a lower rate needs no less memory"
+    assert len(search(study(), lambda point: None)[0]) == 9
+    assert len(search(study(), lambda point: None, reason="out of memory: 3 GiB")[0]) == 3
 
 
-def octaves_of_best(results: dict, budget: int = 1000) -> float:  # type: ignore[type-arg]
+def octaves_of_best(results: dict[Point, Result], budget: int = 1000) -> float:
     return math.log2(tunings(trials(results))[budget, LR].best / START)
 
 
@@ -166,22 +156,19 @@ def test_further_keys_by_coordinate_descent() -> None:
     assert len({point.values for point in results}) <= 18
 
 
-def test_unfinished_points_are_wanted_and_finished_ones_are_not() -> None:
-    of = study()
-    wanted = next_points(of, lambda arm, budget: START, {})
+def test_unfinished_points_of_each_arm_are_wanted() -> None:
+    """Caught: an arm that waits for another, or begins at its rate; a finished point that is wanted again."""
+    starts = {"gpt": START, "ngpt": 0.03}
+    two = study(arms=("gpt", "ngpt"))
+    wanted = next_points(two, lambda arm, budget: starts[arm], {})
+    assert lrs(wanted) == [(0.001, 0), (0.0005, 0), (0.002, 0), (0.03, 0), (0.015, 0), (0.06, 0)]
+    assert [point.arm for point in wanted] == ["gpt"] * 3 + ["ngpt"] * 3
     results = {
         wanted[0]: result(wanted[0], 3.0),
         wanted[1]: replace(result(wanted[1], 3.0), state=UNFINISHED, loss=None),
         wanted[2]: replace(result(wanted[2], 3.0), state=WAITING, loss=None),
     }
-    assert next_points(of, lambda arm, budget: START, results) == wanted[1:]
-
-
-def test_arms_are_searched_side_by_side_by_themselves() -> None:
-    two = study(arms=("gpt", "ngpt"))
-    wanted = next_points(two, lambda arm, budget: {"gpt": START, "ngpt": 0.03}[arm], {})
-    assert lrs(wanted) == [(0.001, 0), (0.0005, 0), (0.002, 0), (0.03, 0), (0.015, 0), (0.06, 0)]
-    assert [point.arm for point in wanted] == ["gpt"] * 3 + ["ngpt"] * 3
+    assert next_points(two, lambda arm, budget: starts[arm], results) == wanted[1:]
 
 
 def test_points_of_an_older_study_have_a_say() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ngpt_train.core.errors import DataError
+from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.kernels import attention
 from ngpt_train.models import build_model
 from ngpt_train.models.layers import documents
@@ -166,3 +166,30 @@ def test_an_encoder_decoder_has_room_for_any_number(monkeypatch: pytest.MonkeyPa
     model = build_model(config(ARCHITECTURES["gpt_encoder_decoder"], SMALL))
     next(Feed(Loader([], documents=65), model, torch.device("cpu")))  # type: ignore[arg-type]
     assert not asked
+
+
+def asked(batch_rows: int, micro_rows: int | str, context: int) -> Any:
+    train = SimpleNamespace(rows_per_step=batch_rows, micro_rows=micro_rows)
+    return SimpleNamespace(train=train, model=SimpleNamespace(context=context))
+
+
+@pytest.mark.parametrize(
+    ("batch_rows", "micro_rows", "context", "world_size", "expected"),
+    [(512, "auto", 1024, 64, 8), (512, "auto", 8192, 8, 2), (6, 3, 64, 2, 3), (2, "auto", 100_000, 1, 1)],
+)
+def test_micro_rows(batch_rows: int, micro_rows: int | str, context: int, world_size: int, expected: int) -> None:
+    assert feed.resolve_micro_rows(asked(batch_rows, micro_rows, context), world_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("batch_rows", "micro_rows", "world_size", "words"),
+    [
+        (10, "auto", 4, ["train.batch_rows=10", "4 ranks", "8 or 12"]),
+        (12, 4, 2, ["train.micro_rows=4", "6 rows", "1, 2, 3, 6"]),
+        (2, "auto", 4, ["train.batch_rows=2", "train.batch_rows=4"]),
+    ],
+)
+def test_batch_that_does_not_divide(batch_rows: int, micro_rows: int | str, world_size: int, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        feed.resolve_micro_rows(asked(batch_rows, micro_rows, 64), world_size)
+    assert all(word in str(error.value) for word in words)

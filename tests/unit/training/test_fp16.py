@@ -19,7 +19,7 @@ from ngpt_train.training.checkpoint import Checkpoints, load_state
 from ngpt_train.training.guards import NumericalError
 from ngpt_train.training.state import TrainState
 from tests.properties.architectures import ARCHITECTURES, SMALL
-from tests.properties.runs import held, padded_rows, run_config, text_like_rows
+from tests.properties.runs import held, micro_batches, run_config, text_like_rows
 from tests.reference.training import Recipe
 from tests.unit.training.test_loop import loop_config, run
 from tests.unit.training.test_waits import TINY, Waits
@@ -38,16 +38,9 @@ def config(name: str, *options: str) -> Config:
     )
 
 
-def micro_batches(name: str, step: int) -> list[tuple[Tensor, ...]]:
-    if ARCHITECTURES[name].has_encoder:
-        batch: tuple[Tensor, ...] = padded_rows(ROWS, T, SIZE, step)
-    else:
-        batch = text_like_rows(ROWS, T, SIZE.vocab_size, step)
-    return list(zip(*(part.chunk(2) for part in batch), strict=True))
-
-
 def steps(state: TrainState, name: str, n: int) -> list[StepResult]:
-    return [train_step(state, micro_batches(name, step)) for step in range(state.step, state.step + n)]
+    numbers = range(state.step, state.step + n)
+    return [train_step(state, micro_batches(name, SIZE, ROWS, T, step)) for step in numbers]
 
 
 def bits(state: TrainState) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Which losses spike, and that a guard forgets nothing on a resume."""
+"""Which losses spike, that a guard forgets nothing on a resume, and what is said of too little memory."""
 
 import json
 import math
@@ -9,7 +9,7 @@ import torch
 
 from ngpt_train.config.sections.records import GuardsConfig
 from ngpt_train.training import StepResult
-from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, Guards
+from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, DeviceMemoryError, Guards, explain_out_of_memory
 
 CPU = torch.device("cpu")
 ON = GuardsConfig(rollback=True, spike_window=16, spike_height=10)
@@ -89,3 +89,13 @@ def test_a_checkpoint_of_before_has_none() -> None:
     short = Guards(GuardsConfig(rollback=True, spike_window=4), CPU)
     short.load_state_dict({"losses": [1.0, 2.0, 3.0, 4.0, 5.0]})
     assert short.state_dict()["losses"] == [2.0, 3.0, 4.0, 5.0]
+
+
+def test_out_of_memory_names_the_key() -> None:
+    message = r"train.micro_rows=8: out of memory.*Try train.micro_rows=4"
+    with pytest.raises(DeviceMemoryError, match=message), explain_out_of_memory(8):
+        torch.empty(1 << 60)  # what the CPU allocator says for real
+    with pytest.raises(DeviceMemoryError, match="micro_rows is 1 already"), explain_out_of_memory(1):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    with pytest.raises(RuntimeError, match=r"^shapes differ$"), explain_out_of_memory(8):
+        raise RuntimeError("shapes differ")

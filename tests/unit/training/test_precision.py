@@ -1,13 +1,11 @@
 """bf16 is for matrix products and activations; vectors, the loss and what the optimizer holds stay fp32."""
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
@@ -31,13 +29,6 @@ WIDE = Size(d_model=128, n_layers=4, n_heads=4, vocab_size=512, n_kv_heads=4, d_
 RECIPE = Recipe(20, 1e-2, 0.9, 0.95, 1e-8, weight_decay=0.0, clip_norm=1.0, warmup_steps=0)
 BF16, FP32 = {torch.bfloat16}, {torch.float32}
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "matmul"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_process_group_afterwards() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def bf16_state(name: str, parallel: str) -> TrainState:

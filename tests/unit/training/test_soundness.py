@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ from ngpt_train.training.checkpoint import (
 from ngpt_train.training.checkpoint.catalogue import best, has_exploded, step_of
 from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, NumericalError
 from ngpt_train.training.hooks import TrainingRun
+from ngpt_train.training.hooks.bad_steps import SkippedSteps
 from ngpt_train.training.hooks.saving import SaveCheckpoints
-from ngpt_train.training.hooks.skipped_steps import SkippedSteps
-from ngpt_train.training.hooks.stopping import StopTogether
+from ngpt_train.training.hooks.stopping import StopRequest, StopTogether
 from ngpt_train.training.loop import train
-from ngpt_train.training.signals import StopRequest
 from ngpt_train.training.state import TrainState
+from tests.properties.runs import infinite_loss
 from tests.unit.training.test_loop import NoMeter, Records, batch, batches, loop_config
 
 
@@ -53,10 +54,13 @@ def average(state: TrainState) -> Tensor:
     return state.ema.weights["embedding"]
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize(
-    ("tensor", "name"),
-    [(weight, "embedding"), (moment, "exp_avg of embedding"), (average, "the moving average of embedding")],
+    ("tensor", "name", "value"),
+    [
+        (weight, "embedding", math.nan),
+        (moment, "exp_avg of embedding", math.inf),
+        (average, "the moving average of embedding", math.nan),
+    ],
 )
 def test_a_state_that_is_not_finite_is_not_saved(
     tmp_path: Path, tensor: Callable[[TrainState], Tensor], name: str, value: float
@@ -128,13 +132,8 @@ def bad_from(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def set_first(first: int) -> None:
         def poisoned(state: TrainState, micro_batches: Any, **options: Any) -> Any:
-            factor = math.inf if state.step >= first else 1.0
-            handle = state.forward.register_forward_hook(
-                lambda module, inputs, output: output._replace(total=output.total * factor)
-            )
-            result = train_step(state, micro_batches, **options)
-            handle.remove()
-            return result
+            with infinite_loss(state) if state.step >= first else nullcontext():
+                return train_step(state, micro_batches, **options)
 
         monkeypatch.setattr(loop, "train_step", poisoned)
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -16,7 +15,7 @@ from ngpt_train.training import build_state, train_step
 from ngpt_train.training.state import TrainState
 from ngpt_train.training.step import StepResult
 from tests.properties.architectures import ARCHITECTURES, SMALL, shapes
-from tests.properties.runs import run_config, text_like_rows
+from tests.properties.runs import infinite_loss, run_config, text_like_rows
 from tests.reference import ngpt
 from tests.reference.training import Recipe, train
 
@@ -51,15 +50,6 @@ def nan_in_one_gradient(state: TrainState) -> Iterator[None]:
     handle.remove()
 
 
-@contextmanager
-def infinite_loss(state: TrainState) -> Iterator[None]:
-    handle = state.forward.register_forward_hook(
-        lambda module, inputs, output: output._replace(total=output.total * torch.inf)
-    )
-    yield
-    handle.remove()
-
-
 Poison = Callable[[TrainState], AbstractContextManager[None]]
 poisons = pytest.mark.parametrize("poison", [nan_in_one_gradient, infinite_loss])
 
@@ -68,13 +58,6 @@ def adam(state: TrainState) -> list[Tensor]:
     """Step counts and both moments of all parameters."""
     held = [state.optimizer.state[p] for p in state.model.parameters()]
     return [moments[key].clone() for moments in held for key in ("step", "exp_avg", "exp_avg_sq")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_process_group_afterwards() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def bits(state: TrainState) -> dict[str, Tensor]:

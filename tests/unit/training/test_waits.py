@@ -14,7 +14,7 @@ from ngpt_train.observe.telemetry.collector import Telemetry
 from ngpt_train.training import build_state, train_step
 from ngpt_train.training.step import NOBODY
 from tests.properties.architectures import ARCHITECTURES, Size
-from tests.properties.runs import padded_rows, run_config, text_like_rows
+from tests.properties.runs import micro_batches, run_config
 from tests.reference.training import Recipe
 
 ROWS, T = 2, 8
@@ -72,7 +72,6 @@ INTERPRETED = {"gpt": [], "ntransformer": [pytest.mark.slow]}
 def test_a_step_waits_for_nothing(name: str, kernels: str, z_loss: float) -> None:
     """Forward, backward, clipping, optimizer, projection and telemetry. Caught: .item(), a branch on a tensor, a
     boolean index, a tensor where torch wants a number."""
-    architecture = ARCHITECTURES[name]
     options = [f"optim.z_loss={z_loss}", f"kernels={kernels}"]
     if z_loss:
         options += [f"model.{place}_dropout=0.1" for place in ("embedding", "residual", "attention")]
@@ -85,13 +84,9 @@ def test_a_step_waits_for_nothing(name: str, kernels: str, z_loss: float) -> Non
     # The first step also makes the moments.
     observers = [NOBODY, telemetry] if kernels == "triton" else [NOBODY, NOBODY, telemetry]
     for step, observer in enumerate(observers):
-        if architecture.has_encoder:
-            batch = padded_rows(ROWS, T, TINY, step)
-        else:
-            batch = text_like_rows(ROWS, T, TINY.vocab_size, step)
-        micro_batches = list(zip(*(part.split(ROWS // 2) for part in batch), strict=True))
+        batches = micro_batches(name, TINY, ROWS, T, step)
         with Waits() as waits:
-            result = train_step(state, micro_batches, observer=observer)
+            result = train_step(state, batches, observer=observer)
         assert waits.seen == []
     with Waits() as waits:  # that the counter sees something
         assert result.loss.item() > 0

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import DataError
-from ngpt_train.interop.fit import check_tensors, checked_config, shapes_of
+from ngpt_train.interop.layouts.layout import Layout, check_tensors, checked_config, empty_model, shapes_of
 from ngpt_train.models.ngpt.keys import NGPTConfig
 
 MODEL_TYPE = "ngpt_train_ngpt"
@@ -42,9 +42,10 @@ PLACES |= {"alpha_attn": "alpha_attn.stored", "alpha_mlp": "alpha_mlp.stored"}
 OUTSIDE = {"embedding": "model.embed_tokens.weight", "output": "lm_head.weight", "s_z": "s_z.stored"}
 
 
-class NGPTLayout:
+class NGPTLayout(Layout):
     name = "ngpt"
     for_transformers = True
+    files = tuple(Path(__file__).with_name(f"{name}_ngpt.py") for name in ("configuration", "modeling"))
 
     def refusal(self, config: ModelConfig) -> str | None:
         if isinstance(config, NGPTConfig) and config.name == "ngpt":
@@ -81,7 +82,7 @@ class NGPTLayout:
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         keys = keys_of(config_json)
         config = checked_config(keys, NGPTConfig, "in config.json")
-        wanted = shapes_of(config, weights)
+        wanted = shapes_of(empty_model(config, weights))
         # Some programs write both matrices of a tied pair.
         given = dict(weights)
         copy, table = given.get(OUTSIDE["output"]), given.get(OUTSIDE["embedding"])
@@ -90,9 +91,6 @@ class NGPTLayout:
         rows = {foreign(name): tuple(reversed(s)) if is_turned(name) else s for name, s in wanted.items()}
         check_tensors(given, rows, "the weights beside config.json")
         return keys, {name: turned(name, given[foreign(name)]) for name in wanted}
-
-    def files(self) -> list[Path]:
-        return [Path(__file__).with_name(f"{name}_ngpt.py") for name in ("configuration", "modeling")]
 
 
 def foreign(name: str) -> str:

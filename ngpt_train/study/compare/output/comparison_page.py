@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ngpt_train.core.files import write_atomically
 from ngpt_train.report.page.chart import Chart
-from ngpt_train.report.page.html import THEME, figure, glyph, links, page, scrolled, section
+from ngpt_train.report.page.html import figure, glyph, header, links, page, scrolled, section
 from ngpt_train.report.rounded import DASH
 from ngpt_train.study.compare.output import charts, tables
 from ngpt_train.study.compare.output.tables import Table
@@ -18,8 +18,9 @@ from ngpt_train.study.compare.output.wording import (
     confound,
     confounds,
     facts,
+    is_tuned,
     looked_at,
-    stamps,
+    notes,
 )
 
 # The table beneath a figure.
@@ -51,11 +52,7 @@ def _first_screen(report: Report, drawn: list[Chart]) -> list[str]:
     sections = {"verdicts": "Verdicts", keys.name: "What was tuned", **{chart.name: chart.title for chart in drawn}}
     sections |= {"differences": "Noise", "referee": "What differs", "failures": "Failures", "audits": "Audits"}
     return [
-        f"""<header>
-<h1>{escape(str(report["title"]))}</h1>
-<p class="facts">{escape(" · ".join(facts(report)))}</p>
-{THEME}
-</header>""",
+        header(str(report["title"]), " · ".join(facts(report))),
         _confounds(report),
         "".join(f'<p class="box warn">{escape(sentence)}</p>' for sentence in cautions(report)),
         f'<section id="verdicts"><h2>Verdicts</h2>{_cards(report, tables.verdicts(report))}</section>',
@@ -68,10 +65,12 @@ def _first_screen(report: Report, drawn: list[Chart]) -> list[str]:
 
 def _confounds(report: Report) -> str:
     found = confounds(report)
-    keys = len({entry["key"] for entry in found})
+    keys = len({key for of_entry, _ in found for key in of_entry})
     first = f"<p>{escape(NO_CONFOUNDS)}</p>"
     if found:
-        items = "".join(f"<li><code>{escape(x['key'])}</code> {escape(confound(x))}</li>" for x in found)
+        items = "".join(
+            f"<li><code>{escape(', '.join(of))}</code> {escape(confound(entry))}</li>" for of, entry in found
+        )
         first = (
             f"<p><strong>{keys} confound{'s' * (keys != 1)}</strong>, any of which may be the cause of a difference."
             f"</p><ul>{items}</ul>"
@@ -96,29 +95,25 @@ def _sections(report: Report, drawn: list[Chart]) -> list[str]:
     for make in (tables.differences, tables.referee, tables.failures, tables.audits):
         found = make(report)
         made.append(section(found.name, found.title, _table(report, found)))
-    if notes := "".join(f"<li>{escape(note)}</li>" for note in report["notes"]):
-        made.append(section("notes", "Notes", f"<ul>{notes}</ul>"))
+    if said := "".join(f"<li>{escape(note)}</li>" for note in notes(report)):
+        made.append(section("notes", "Notes", f"<ul>{said}</ul>"))
     commands = escape("\n".join(report["commands"]))
     commits = ", ".join(f"<code>{escape(str(commit))}</code>" for commit in report["commits"]) or "not known"
     again = f"<p>Commit: {commits}.</p><pre><code>{commands}</code></pre>{_table(report, tables.runs(report))}"
     return [*made, section("again", "How to regenerate every number", again)]
 
 
-def _arm(report: Report, name: str, said: str = "") -> str:
-    """The arm's mark, name and stamps. A stamp equal to `said`, the verdict of the row, is left out."""
-    marks = "".join(
-        f'<span class="stamp {stamp.replace(" ", "-")}">{stamp}</span>'
-        for stamp in stamps(report, name)
-        if stamp != said
-    )
-    return f'{glyph(charts.looks_of(report)[name])}<span class="name">{escape(name)}</span>{marks}'
+def _arm(report: Report, name: str) -> str:
+    """The arm's mark, name and stamp. That it is not resolved is said by the table of verdicts alone."""
+    stamp = "" if is_tuned(report, name) else '<span class="stamp untuned">untuned</span>'
+    return f'{glyph(charts.looks_of(report)[name])}<span class="name">{escape(name)}</span>{stamp}'
 
 
-def _cell(report: Report, text: str, kind: str, label: str = "", said: str = "") -> str:
-    """label: the name of the column, for rows that a narrow screen shows as cards. said: the verdict of the row."""
+def _cell(report: Report, text: str, kind: str, label: str = "") -> str:
+    """label: the name of the column, for rows that a narrow screen shows as cards."""
     shown, look = escape(text), "n" if kind == tables.NUMBER else "wrap"
     if kind == tables.ARM and text in report["arms"]:
-        shown, look, label = _arm(report, text, said), "arm", ""
+        shown, look, label = _arm(report, text), "arm", ""
     elif kind == tables.CODE:
         shown = f"<code>{shown}</code>" if text else DASH
     elif kind == tables.VERDICT:
@@ -138,6 +133,7 @@ def _head(columns: tables.Columns) -> str:
 def _table(report: Report, table: Table) -> str:
     if not table.rows:
         return f'<p class="note">{escape(table.empty)}</p>'
+    table = table.condensed()
     kinds = [kind for _, kind in table.columns]
     rows = [[_cell(report, *cell) for cell in zip(row, kinds, strict=True)] for row in table.rows]
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
@@ -150,10 +146,10 @@ def _table(report: Report, table: Table) -> str:
 
 def _cards(report: Report, table: Table) -> str:
     """The table of verdicts. A narrow screen shows its rows as cards."""
-    rows = []
+    rows, table = [], table.condensed()
     for texts in table.rows:
         cells = zip(texts, table.columns, strict=True)
-        rows.append("".join(_cell(report, text, kind, name, texts[1]) for text, (name, kind) in cells))
+        rows.append("".join(_cell(report, text, kind, name) for text, (name, kind) in cells))
     body = "".join(f"<tbody><tr>{row}</tr></tbody>" for row in rows)
     note = f'<p class="note">{escape(table.note)}</p>'
     return f'<table class="cards">{_head(table.columns)}{body}</table>{note}'

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ngpt_train.core.files import write_atomically
 from ngpt_train.core.recorded import printable
-from ngpt_train.report.rounded import DASH
+from ngpt_train.report.rounded import DASH, si
 from ngpt_train.study.compare.output import tables
+from ngpt_train.study.compare.output.series import end_losses
 from ngpt_train.study.compare.output.tables import Table
 from ngpt_train.study.compare.output.wording import (
+    HOW,
     NO_CONFOUNDS,
+    VERDICTS,
     Report,
+    budget_of,
     cautions,
     confound,
     confounds,
     facts,
+    known_speedups,
     label,
     looked_at,
+    marked,
+    notes,
+    ratio,
 )
 
 
@@ -29,8 +38,8 @@ def write_document(report: Report, path: Path, figures: Mapping[str, str]) -> No
 
 
 def document(report: Report, figures: Mapping[str, str]) -> str:
-    found, keys = confounds(report), tables.tuning_of_keys(report)
-    of_confounds = [f"{code(entry['key'])} {escaped(confound(entry))}" for entry in found]
+    found, of_keys = confounds(report), tables.tuning_of_keys(report)
+    of_confounds = [f"{code(', '.join(keys))} {escaped(confound(entry))}" for keys, entry in found]
     parts = [
         f"# {escaped(str(report['title']))}",
         escaped(" · ".join(facts(report))) + ".",
@@ -40,29 +49,55 @@ def document(report: Report, figures: Mapping[str, str]) -> str:
         if found
         else NO_CONFOUNDS,
         _list(map(escaped, looked_at(report))),
-        f"### {keys.title}",
-        _table(report, keys),
+        f"### {of_keys.title}",
+        _table(report, of_keys),
         _list(f"**{escaped(sentence)}**" for sentence in cautions(report)),
         *(f"![{caption}]({path})\n\n*{caption}*" for path, caption in figures.items()),
     ]
-    for make in tables.AFTER_THE_FIGURES:
-        table = make(report)
+    for table in _tables(report):
         parts += [f"## {table.title}", _table(report, table)]
-    if report["notes"]:
-        parts += ["## Notes", _list(map(escaped, report["notes"]))]
+    if said := notes(report):
+        parts += ["## Notes", _list(map(escaped, said))]
     commits = ", ".join(code(str(commit)) for commit in report["commits"]) or "not known"
     commands = "\n".join(f"    {line}" for command in report["commands"] for line in command.splitlines())
     parts += ["## How to regenerate every number", f"Commit: {commits}. The loss of each run: `report.json`.", commands]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
+def _tables(report: Report) -> list[Table]:
+    """The tables after the figures. Speed-up lacks what Verdicts says; Tuning is of the budgets of the verdicts, and of
+    those where an arm is untuned."""
+    last = {(arm, si(budget_of(report, arm))) for arm in report["arms"]}
+    ratios, tuned = tables.speedups(report), tables.tuning(report)
+    above = [row for row in ratios.rows if row[1] == HOW["annealed"] and (row[0], row[2]) in last]
+    others = [row for row in tuned.rows if row[3] == "bracketed" and (row[0], row[1]) not in last]
+    return [
+        tables.end_loss(report),
+        _without(ratios, above, "of the verdicts stand above"),
+        tables.differences(report),
+        _without(tuned, others, "of other budgets stand in report.html"),
+        *(make(report) for make in (tables.costs, tables.referee, tables.audits, tables.failures)),
+    ]
+
+
+def _without(table: Table, left_out: Sequence[Sequence[str]], where: str) -> Table:
+    rows = [row for row in table.rows if row not in left_out]
+    return replace(table, rows=rows, note=f"{len(left_out)} rows {where}. {table.note}") if rows and left_out else table
+
+
 def console(report: Report) -> str:
     """For a terminal: the title, a row for each arm and budget, and the sentences of the first page."""
-    table = tables.by_budget(report)
-    texts = [[name for name, _ in table.columns], *([label(report, arm), *rest] for arm, *rest in table.rows)]
+    texts = [["Arm", "Tokens", "End loss", tables.minus(report)[0], "Speed-up, tokens", "Verdict"]]
+    for arm in report["arms"]:
+        ratios = {s["budget"]: s for s in known_speedups(report, arm) if s["unit"] == "tokens"}
+        word = "baseline" if arm == report["baseline"] else VERDICTS.get(report["verdicts"].get(arm), DASH)
+        for budget in end_losses(report, arm):
+            said = word if budget == budget_of(report, arm) else ""
+            shown = tables.at_budget(report, arm, budget)
+            texts.append([label(report, arm), *shown, ratio(ratios.get(budget)), said])
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     lines = ["  ".join(x.ljust(n) for x, n in zip(line, widths, strict=True)).rstrip() for line in texts]
-    found = [f"confound: {entry['key']} {confound(entry)}" for entry in confounds(report)]
+    found = [f"confound: {', '.join(keys)} {confound(entry)}" for keys, entry in confounds(report)]
     sentences = [*(found or [NO_CONFOUNDS]), *looked_at(report), *cautions(report)]
     title = f"{report['title']}: {' · '.join(facts(report))}"
     return "\n".join(map(printable, [title, "", *lines, "", *sentences, *report["notes"]]))
@@ -91,6 +126,7 @@ def _list(sentences: Iterable[str]) -> str:
 def _table(report: Report, table: Table) -> str:
     if not table.rows:
         return escaped(table.empty)
+    table = table.condensed()
     names, kinds = zip(*table.columns, strict=True)
     rules = ["---:" if kind == tables.NUMBER else "---" for kind in kinds]
     rows = [[_cell(report, *cell) for cell in zip(row, kinds, strict=True)] for row in table.rows]
@@ -100,5 +136,5 @@ def _table(report: Report, table: Table) -> str:
 
 def _cell(report: Report, text: str, kind: str) -> str:
     if kind == tables.ARM and text in report["arms"]:
-        return escaped(label(report, text))
+        return escaped(marked(report, text))
     return code(text) or DASH if kind == tables.CODE else escaped(text)

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ngpt_train.study.compare.clocks import MEASURED
+from ngpt_train.study.compare.equal_loss import EndLosses
 from ngpt_train.study.compare.output.wording import UNITS, Report
-from ngpt_train.study.compare.statistics.equal_loss import EndLosses
+from ngpt_train.study.compare.phrases import MEASURED
 
 RATIOS = (  # each coarser than the one before
     (0.1, 0.125, 0.2, 0.25, 0.33, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 6, 8, 12, 16, 24, 32),
@@ -19,15 +19,20 @@ RATIOS = (  # each coarser than the one before
 )
 
 
-def end_losses(report: Report, arm: str) -> dict[int, list[float]]:
-    """losses[budget]: the loss of each seed, at the arm's best values."""
+def losses_by_seed(report: Report, arm: str) -> dict[int, dict[int, float]]:
+    """losses[budget][seed], at the arm's best values."""
     best = {curve["run"] for curve in report["curves"] if curve["best"]}
     others = {curve["run"] for curve in report["curves"]} - best
-    found: dict[int, list[float]] = {}
+    found: dict[int, dict[int, float]] = {}
     for entry in report["losses"]:
         if entry["arm"] == arm and entry["loss"] is not None and entry["run"] not in others:
-            found.setdefault(entry["budget"], []).append(entry["loss"])
+            found.setdefault(entry["budget"], {})[entry["seed"]] = entry["loss"]
     return dict(sorted(found.items()))
+
+
+def end_losses(report: Report, arm: str) -> dict[int, list[float]]:
+    """losses[budget]: the loss of each seed, at the arm's best values."""
+    return {budget: list(of_seeds.values()) for budget, of_seeds in losses_by_seed(report, arm).items()}
 
 
 def axis_title(report: Report, axis: str) -> str:

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ngpt_train.report.rounded import DASH, interval, number, percent, si
-from ngpt_train.study.compare.output.series import end_losses
+from ngpt_train.study.compare.equal_loss import EXTRAPOLATED, FLATTERS
+from ngpt_train.study.compare.intervals import POWER
+from ngpt_train.study.compare.output.series import end_losses, losses_by_seed
 from ngpt_train.study.compare.output.wording import (
     HOW,
     UNITS,
     VERDICTS,
     Report,
-    arms_and_values,
+    alike,
     audit_says,
     budget_of,
+    differing,
     is_known,
     is_tuned,
     known_speedups,
-    label,
+    marked,
     ratio,
+    short,
     size_text,
-    speedups_of,
+    values_in_arms,
     values_text,
 )
-from ngpt_train.study.compare.statistics.equal_loss import FLATTERS
-from ngpt_train.study.compare.statistics.intervals import POWER
-from ngpt_train.study.compare.versus import POOLED
+from ngpt_train.study.compare.phrases import BY_OWN_CLOCKS, POOLED
 
 # Kinds of columns. In ARM the name of an arm gets its mark and stamps; only CODE cells are code.
 ARM, NUMBER, CODE, TEXT, VERDICT = "arm", "number", "code", "text", "verdict"
@@ -45,8 +48,32 @@ class Table:
     note: str = ""
     empty: str = ""  # the sentence for a table without rows
 
+    def condensed(self) -> Table:
+        """Without repetition: what all rows have alike stands in the note, equal columns are one, and a sentence of
+        several rows has a letter in its place."""
+        if len(self.rows) < 2:
+            return self
+        kinds, letters, alike, empty = dict(self.columns), dict[str, str](), [], []
+        names = dict[tuple[str, ...], list[str]]()  # by the cells of a column
+        for (name, kind), cells in zip(self.columns, zip(*self.rows, strict=True), strict=True):
+            if name == self.columns[0][0] or len(set(cells)) > 1:
+                often = [text for text, n in Counter(cells).items() if kind == TEXT and n > 1 and len(text) > LONG]
+                letters |= {text: f"({chr(ord('a') + len(letters) + k)})" for k, text in enumerate(often)}
+                names.setdefault(tuple(letters.get(text, text) for text in cells), []).append(name)
+            elif cells[0] in ("", DASH):
+                empty += [name] if kind != TEXT else []
+            else:
+                alike.append(f"{name}: {cells[0]}")
+        columns = [(" = ".join(of), kinds[of[0]]) for of in names.values()]
+        said = [f"In all rows, {'; '.join(alike)}." * bool(alike), f"Empty: {'; '.join(empty)}." * bool(empty)]
+        said += [self.note, *(f"{letter} {text}." for text, letter in letters.items())]
+        return replace(self, columns=columns, rows=list(zip(*names, strict=True)), note=" ".join(filter(None, said)))
 
-def _minus(report: Report) -> tuple[str, str]:
+
+LONG = 30  # characters of a cell that does not stand in several rows
+
+
+def minus(report: Report) -> tuple[str, str]:
     """The column of differences."""
     return f"Minus {report['baseline']} ({report['unit']}; negative: better)", NUMBER
 
@@ -56,22 +83,28 @@ def verdicts(report: Report) -> Table:
     baseline = report["baseline"]
     trends = {trend["arm"]: trend for trend in report["trends"]}
     rows = []
-    for arm in [baseline, *(name for name in report["arms"] if name != baseline)]:
-        ratios = speedups_of(report, arm)
+    for arm in _from_baseline(report):
+        budget = budget_of(report, arm)
+        ratios = {s["unit"]: s for s in known_speedups(report, arm) if s["budget"] == budget}
         word = VERDICTS.get(report["verdicts"].get(arm), DASH)
         if arm == baseline:
             word = "baseline" if is_tuned(report, arm) else "untuned"
-        at = _at(report, arm, budget_of(report, arm))
+        at = at_budget(report, arm, budget)
+        if len(report["budgets"]) == 1:
+            at[1] = _mean_and_spread(report, end_losses(report, arm).get(report["budgets"][0], []))
         rows.append([arm, word, *at, *(ratio(ratios.get(unit)) for unit in UNITS), ratio(trends.get(arm))])
-    columns = [("Arm", ARM), ("Verdict", VERDICT), ("Tokens", NUMBER), ("End loss", NUMBER), _minus(report)]
+    columns = [("Arm", ARM), ("Verdict", VERDICT), ("Tokens", NUMBER), ("End loss", NUMBER), minus(report)]
     columns += [*((f"Speed-up, {words}", NUMBER) for words in UNITS.values()), ("Twice the budget", NUMBER)]
-    note = (
-        f"Each row is of one budget, the largest that the arm and {baseline} both have. Loss in {report['unit']}, mean "
-        f"over seeds. Speed-up: how many times the arm's tokens, FLOPs or seconds {baseline} needs for the loss that "
-        f"the arm ends at, between annealed runs; extrapolated: it, or an end of its interval, lies beyond the budgets "
-        f"of {baseline}. Twice the budget: the factor by which the speed-up in tokens then changes. In brackets: "
-        f"{percent(report['confidence'])} intervals, which lack the price of the grid (Tuning)."
-    )
+    note = f"Each row is of the largest budget that the arm and {baseline} both have. End loss: "
+    note += f"{_of_seeds(report)}. " if len(report["budgets"]) == 1 else "mean over seeds. "
+    if any(known_speedups(report, arm) for arm in report["arms"]):
+        note += (
+            f"Speed-up: how many times the arm's tokens, FLOPs or seconds {baseline} needs for the loss that the arm "
+            f"ends at, between annealed runs; extrapolated: it, or an end of its interval, lies beyond {baseline}'s "
+            "budgets, by a factor of 2 at most. Twice the budget: the factor by which the speed-up in tokens then "
+            "changes. "
+        )
+    note += f"In brackets: {percent(report['confidence'])} intervals, which lack the price of the grid (Tuning)."
     if any(s["clock"] == "own" for s in report["speedups"]):
         note += " Seconds by the runs' own clocks are marked in Speed-up."
     if POOLED in report["notes"]:
@@ -81,13 +114,13 @@ def verdicts(report: Report) -> Table:
     if (n := len(report["arms"]) - 1) > 1:
         by_chance = percent(round(100 * (1 - report["confidence"] ** n)) / 100)
         note += (
-            f" Each holds for itself: if none of the {n} arms differed from {baseline}, at least one would still be "
-            f"called better or worse in up to some {by_chance} of such comparisons."
+            f" Each holds for itself: if no arm differed from {baseline}, one of the {n} would still be called better "
+            f"or worse in up to some {by_chance} of such comparisons."
         )
     return Table("verdicts", "Verdicts", columns, rows, note, "No arm was compared.")
 
 
-def _at(report: Report, arm: str, budget: int | None) -> list[str]:
+def at_budget(report: Report, arm: str, budget: int | None) -> list[str]:
     """The budget, the end loss, and the difference from the baseline there."""
     losses = end_losses(report, arm).get(budget or 0)
     gap = next((d for d in report["differences"] if (d["arm"], d["budget"]) == (arm, budget)), None)
@@ -95,82 +128,112 @@ def _at(report: Report, arm: str, budget: int | None) -> list[str]:
     return [si(budget), number(float(np.mean(losses)), 4) if losses else DASH, shown]
 
 
-def by_budget(report: Report) -> Table:
-    """For a terminal: a row for each arm and budget."""
-    rows = []
-    for arm in report["arms"]:
-        ratios = {s["budget"]: s for s in known_speedups(report, arm) if s["unit"] == "tokens"}
-        word = "baseline" if arm == report["baseline"] else VERDICTS.get(report["verdicts"].get(arm), DASH)
-        for budget in end_losses(report, arm):
-            said = word if budget == budget_of(report, arm) else ""
-            rows.append([arm, *_at(report, arm, budget), ratio(ratios.get(budget)), said])
-    columns = [("Arm", ARM), ("Tokens", NUMBER), ("End loss", NUMBER), _minus(report), ("Speed-up, tokens", NUMBER)]
-    return Table("by_budget", "", [*columns, ("Verdict", TEXT)], rows)
-
-
 def tuning_of_keys(report: Report) -> Table:
-    """Tuned and untuned keys. Keys with the same value in all arms stand in the first row."""
-    of_arms = report["tuning_of_keys"]
-    first, *others = (of["not_tuned"] for of in of_arms.values())
-    alike = {key: value for key, value in first.items() if all(key in of and of[key] == value for of in others)}
-    rows = [["all arms", "", "", values_text(alike)]] if alike else []
-    for arm, of in of_arms.items():
-        tuned = values_text(of["tuned"]) + (f" at {si(of['budget'])} tokens" if of["tuned"] else "")
-        own = {key: value for key, value in of["not_tuned"].items() if key not in alike}
-        rows.append([arm, tuned, values_text(of["chosen"]), values_text(own)])
-    names = ("Tuned here: the values tried", "Chosen beforehand, by hand", "Not tuned")
-    note = (
-        "Chosen beforehand: set for the arm, or not what its recipe brings; it may have been "
-        "tuned elsewhere. Not tuned: what the recipe brings, but for keys that are null."
+    """Tuned and untuned keys: of the baseline all, of another arm what differs. What all arms share is in the note."""
+    baseline, of_arms, parts = report["baseline"], report["tuning_of_keys"], ("chosen", "not_tuned")
+    of_baseline, rows = of_arms[baseline], dict[tuple[str, ...], list[str]]()
+    shared = {part: of_baseline[part] for part in parts}
+    for of in of_arms.values():
+        shared = {part: _without(shared[part], _without(shared[part], of[part])) for part in parts}
+    for arm in _from_baseline(report):
+        of, usual = of_arms[arm], shared if arm == baseline else of_baseline
+        chosen, not_tuned = (values_text(_without(of[part], usual[part])) for part in parts)
+        has = {key for part in ("tuned", *parts) for key in of[part]}
+        lacks = [f"no {key}" for part in ("tuned", *parts) for key in of_baseline[part] if key not in has]
+        not_tuned = ", ".join(filter(None, [not_tuned, *lacks]))
+        texts = (values_text(of["tuned"]), chosen, not_tuned, si(of["budget"]) if of["tuned"] else DASH)
+        rows.setdefault(texts, []).append(marked(report, arm))
+    words = {"chosen": "Chosen beforehand", "not_tuned": "Not tuned"}
+    note = "".join(f"{words[part]} in all arms: {values_text(of)}. " for part, of in shared.items() if of)
+    note += (
+        f"Of other arms than {baseline} the table has what differs from {baseline}. Chosen beforehand: set for the "
+        "arm, or not what its recipe brings; it may have been tuned elsewhere. Not tuned: what the recipe brings, but "
+        "for keys that are null."
     )
-    columns = [("Arm", ARM), *((name, CODE) for name in names)]
-    return Table("tuning_of_keys", "What was tuned, and what was not", columns, rows, note)
+    names = ("Tuned here: the values tried", "Chosen beforehand, by hand", "Not tuned")
+    columns = [("Arms", TEXT), *((name, CODE) for name in names), ("Tuned at (tokens)", NUMBER)]
+    shown = [[", ".join(arms), *texts] for texts, arms in rows.items()]
+    return Table("tuning_of_keys", "What was tuned, and what was not", columns, shown, note)
+
+
+def _without(some: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that `others` lacks, or has with another value."""
+    return {key: value for key, value in some.items() if key not in others or others[key] != value}
+
+
+def _from_baseline(report: Report) -> list[str]:
+    """The arms, the baseline first."""
+    return [report["baseline"], *(name for name in report["arms"] if name != report["baseline"])]
 
 
 def end_loss(report: Report) -> Table:
-    budgets = sorted(report["budgets"])
-    rows = []
-    for arm in report["arms"]:
+    """Empty with one budget, whose end losses stand in the table of verdicts."""
+    budgets, rows = sorted(report["budgets"]), []
+    for arm in report["arms"] if len(budgets) > 1 else ():
         losses = end_losses(report, arm)
-        rows.append([arm, *(_mean_and_spread(losses.get(budget, [])) for budget in budgets)])
-    note = f"{report['unit']}; mean ± standard deviation over the seeds (how many), at the best values tried."
+        rows.append([arm, *(_mean_and_spread(report, losses.get(budget, [])) for budget in budgets)])
+    note = f"{report['unit']}; {_of_seeds(report)}, at the best values tried."
     columns = [("Arm", ARM), *((f"{si(budget)} tokens", NUMBER) for budget in budgets)]
-    return Table("end_loss", "End loss", columns, rows, note)
+    return Table("end_loss", "End loss", columns, rows, note, "Of one budget: see Verdicts.")
 
 
-def _mean_and_spread(losses: list[float]) -> str:
+def _counts(report: Report) -> set[int]:
+    """Numbers of seeds at the best values."""
+    return {len(losses) for arm in report["arms"] for losses in end_losses(report, arm).values()}
+
+
+def _of_seeds(report: Report) -> str:
+    counts = _counts(report)
+    many = f"{counts.pop()} seeds" if len(counts) == 1 else "the seeds (how many)"
+    return f"mean ± standard deviation over {many}"
+
+
+def _mean_and_spread(report: Report, losses: list[float]) -> str:
     if not losses:
         return DASH
     spread = f" ± {number(float(np.std(losses, ddof=1)), 4)}" if len(losses) > 1 else ""
-    return f"{number(float(np.mean(losses)), 4)}{spread} ({len(losses)})"
+    return f"{number(float(np.mean(losses)), 4)}{spread}" + f" ({len(losses)})" * (len(_counts(report)) > 1)
 
 
 def differences(report: Report) -> Table:
-    rows = []
+    """Without the differences themselves if there is one budget: these stand in the table of verdicts."""
+    rows, several = [], len(report["budgets"]) > 1
     for d in report["differences"]:
-        needed = d.get("needed") or {}
-        noise = (number(d.get(name), None, 2) for name in ("noise_seeds", "noise_rows"))
-        counts = (si(d[name]) for name in ("n_seeds", "n_rows"))
-        ways = (si(needed.get(name)) for name in ("seeds", "rows", "steps"))
-        shown = interval(d["estimate"], d["low"], d["high"])
-        rows.append([d["arm"], si(d["budget"]), shown, *noise, *counts, number(d.get("detectable"), None, 2), *ways])
-    names = ["Noise of seeds", "Noise of rows", "Seeds", "Rows", "Resolvable"]
-    names += ["Seeds needed", "Rows needed", "Steps needed"]
-    note = (
-        f"Paired by seed and validation row; all in {report['unit']}. Noise: standard error of the difference that "
-        "comes from seeds, and from validation rows beyond what differs with the seed, "
-        f"which may be nothing. Resolvable: the difference that so many seeds and rows resolve in {percent(POWER)} of "
-        "the cases. Needed: how many seeds, rows or steps would each alone resolve one of the size found in "
-        f"{percent(POWER)} of the cases; {DASH}: it is resolved, or none of a reasonable number would, or one seed "
-        "does not show the noise."
+        ways = [f"{si(n)} {name}" for name, n in (d.get("needed") or {}).items() if n is not None]
+        noise = [d.get(name) for name in ("noise_seeds", "noise_rows", "detectable")]
+        shown = [si(d["n_seeds"]), si(d["n_rows"])]
+        if several:
+            noise.insert(0, _apart(report, d["arm"], d["budget"]))
+            shown.append(interval(d["estimate"], d["low"], d["high"]))
+        texts = [*shown, *(number(x, None, 2) for x in noise), " or ".join(ways) or DASH]
+        rows.append([d["arm"], si(d["budget"]), *texts])
+    names = [f"Minus {report['baseline']}", "Between seeds"] if several else []
+    names = ["Budget (tokens)", "Seeds", "Rows", *names, "Noise of seeds", "Noise of rows", "Resolvable", "Needed"]
+    note = f"Paired by seed and validation row; {report['unit']}. "
+    if several:
+        note += "Between seeds: standard deviation of the difference at this budget. "
+    note += (
+        f"Noise: standard error of the difference from seeds{', pooled over budgets,' * several} and from validation "
+        "rows beyond what differs with the seed. Resolvable: the difference that so many seeds and rows resolve in "
+        f"{percent(POWER)} of the cases. Needed: what would each alone resolve the difference found as often; {DASH}: "
+        "it is resolved, or no reasonable number would, or one seed does not show the noise."
     )
-    columns = [("Arm", ARM), ("Budget (tokens)", NUMBER), _minus(report), *((name, NUMBER) for name in names)]
+    columns = [("Arm", ARM), *((name, NUMBER) for name in names)]
     return Table("differences", "Differences and their noise", columns, rows, note, "No two arms share a budget.")
+
+
+def _apart(report: Report, arm: str, budget: int) -> float | None:
+    """The standard deviation, between seeds, of the difference from the baseline."""
+    one, other = (losses_by_seed(report, name).get(budget, {}) for name in (arm, report["baseline"]))
+    pairs = [(one[seed], other[seed]) for seed in one if seed in other] or list(
+        zip(one.values(), other.values(), strict=False)
+    )
+    return float(np.std([a - b for a, b in pairs], ddof=1)) if len(pairs) > 1 else None
 
 
 def speedups(report: Report) -> Table:
     """A row for each arm and budget, between annealed runs, or within one schedule if no other ratio is known. Unknown
-    ratios with the same reason share a row."""
+    ratios are sentences of the note."""
     groups, unknown = dict[tuple[str, str, int], list[Any]](), dict[tuple[str, str, str], dict[str, None]]()
     annealed = {(s["arm"], s["budget"]) for s in report["speedups"] if s["how"] == "annealed" and is_known(s)}
     for s in report["speedups"]:
@@ -178,38 +241,41 @@ def speedups(report: Report) -> Table:
             groups.setdefault((s["arm"], s["how"], s["budget"]), []).append(s)
     rows = []
     for (arm, how, budget), entries in groups.items():
-        ratios = {s["unit"]: ratio(s) if is_known(s) else DASH for s in entries}
         remarks = _remarks(entries)
         if any(is_known(s) for s in entries):
-            rows.append([arm, HOW[how], si(budget), *(ratios.get(unit, DASH) for unit in UNITS), remarks or DASH])
+            ratios = {s["unit"]: ratio(s) if is_known(s) else DASH for s in entries}
+            clocks = ", ".join(dict.fromkeys(s["clock"] for s in entries if s["clock"] and is_known(s)))
+            shown = (ratios.get(unit, DASH) for unit in UNITS)
+            rows.append([arm, HOW[how], si(budget), *shown, clocks or DASH, remarks or DASH])
         else:
-            unknown.setdefault((HOW[how], si(budget), remarks), {})[label(report, arm)] = None
+            unknown.setdefault((HOW[how], si(budget), remarks), {})[arm] = None
+    said = []
     for (in_words, at, why), arms in unknown.items():
-        whose = "all arms" if len(arms) == len(report["arms"]) - 1 > 1 else ", ".join(arms)
-        rows.append([whose, in_words, at, *(DASH for _ in UNITS), why or DASH])
-    note = (
-        "How many times the arm's tokens, FLOPs or seconds the baseline needs. A ratio within one schedule, for the "
-        "loss that the worse of the two ends at, stands here where no other is known, and is no verdict: it flatters "
-        "the arm whose learning rate decays faster. The intervals have the noise of the losses, and not the error of "
-        "the form that is fitted."
-    )
+        whose = "any arm" if len(arms) == len(report["arms"]) - 1 > 1 else ", ".join(arms)
+        said.append(f"No ratio {in_words} at {at} tokens for {whose}{f': {why}' if why else ''}.")
+    note = "How many times the arm's tokens, FLOPs or seconds the baseline needs."
+    if any(row[1] == HOW["within_schedule"] for row in rows):
+        note += (
+            " A ratio within one schedule, for the loss that the worse of the two ends at, stands here where no other "
+            "is known, and is no verdict: it flatters the arm whose learning rate decays faster."
+        )
+    note += " The intervals have the noise of the losses, and not the error of the form that is fitted."
+    note = " ".join([note, *said])
     columns = [("Arm", ARM), ("How", TEXT), ("Budget (tokens)", NUMBER), *((unit, NUMBER) for unit in UNITS.values())]
-    columns.append(("Remarks", TEXT))
-    return Table("speedups", "Speed-up", columns, rows, note, "No loss of the baseline was matched.")
+    columns += [("Clock of the seconds", TEXT), ("Remarks", TEXT)]
+    empty = " ".join(["No loss of the baseline was matched.", *said])
+    return Table("speedups", "Speed-up", columns, rows, note, empty)
 
 
 def _remarks(entries: Sequence[Mapping[str, Any]]) -> str:
     """The notes of the entries, which differ in their unit. A note begins with its units, unless all have it."""
     units = dict[str, list[str]]()
     for s in entries:
-        notes = [note for note in (s["note"] or "").split("; ") if note not in ("", FLATTERS)]
-        for note in [*notes, *([f"clock: {s['clock']}"] if s["clock"] and is_known(s) else [])]:
-            units.setdefault(note, []).append(UNITS[s["unit"]])
-    of_all = len(entries)
-    return "; ".join(
-        note if len(of) == of_all or note.startswith("clock") else f"{', '.join(of)}: {note}"
-        for note, of in units.items()
-    )
+        for note in (s["note"] or "").split("; "):
+            said = note in ("", FLATTERS) or (note == EXTRAPOLATED and is_known(s))
+            if not said and not note.startswith(BY_OWN_CLOCKS):
+                units.setdefault(note, []).append(UNITS[s["unit"]])
+    return "; ".join(note if len(of) == len(entries) else f"{', '.join(of)}: {note}" for note, of in units.items())
 
 
 def tuning(report: Report) -> Table:
@@ -217,25 +283,29 @@ def tuning(report: Report) -> Table:
     for t in report["tuning"]:
         failed = sum(bool(point["failed"]) for point in t["points"])
         chosen = report["arms"][t["arm"]]["best_by_budget"].get(str(t["budget"]), {}).get(t["key"])
+        state = "bracketed" if t["state"] == "bracketed" else f"untuned ({t['state']})"
+        points = f"{len(t['points'])}" + (f", {failed} failed" if failed else "")
         rows.append(
             [
                 t["arm"],
                 si(t["budget"]),
                 t["key"],
-                "bracketed" if t["state"] == "bracketed" else f"untuned ({t['state']})",
-                f"{chosen:.4g}" if type(chosen) is float else str(chosen),
+                state,
+                short(chosen),
                 _optimum(t),
-                *(number(t[price], 4) for price in ("price_of_two", "price_of_grid")),
-                f"{len(t['points'])}" + (f", {failed} failed" if failed else ""),
+                number(t["price_of_grid"], 4),
+                points,
             ]
         )
-    numbers = ["Best tried", "Optimum of the parabola", f"Price of a factor of 2 ({report['unit']})"]
-    numbers += [f"Price of the grid ({report['unit']})", "Points tried"]
     columns = [("Arm", ARM), ("Budget (tokens)", NUMBER), ("Key", CODE), ("State", VERDICT)]
-    columns += [(name, NUMBER) for name in numbers]
-    note = "Bracketed: on both sides some value tried is worse than the best, by more than the noise between seeds."
-    note += " Price of the grid: by how much the parabola's loss at the best value lies above its lowest one."
-    note += " The best is chosen by the runs that are then compared, which flatters each arm by a part of its noise."
+    names = ["Best tried", "Optimum of the parabola", "Price of the grid", "Points tried"]
+    columns += [(name, NUMBER) for name in names]
+    note = (
+        "Bracketed: on both sides some value tried is worse than the best, by more than the noise between seeds. "
+        f"Price of the grid ({report['unit']}): by how much the parabola's loss at the best value lies above its "
+        "lowest one. The best is chosen by the runs that are then compared, which flatters each arm by a part of its "
+        "noise."
+    )
     return Table("tuning", "Tuning", columns, rows, note, "No key was tuned.")
 
 
@@ -245,14 +315,14 @@ def _optimum(entry: Mapping[str, Any]) -> str:
 
 
 def costs(report: Report) -> Table:
+    """A step's time by the run's own clock, which depends on the load of the machine, only where no other is known."""
     rows = []
     for c in report["costs"]:
-        counts = (si(c[name]) for name in ("n_params", "n_params_without_embeddings", "flops_per_token"))
-        how = f" ({c['step_time_how']})" if c["step_time_how"] else ""
-        times = _ms(c["step_time"]) + how, _ms(c.get("step_time_own"))
+        counts = (si(c[name]) for name in ("n_params", "flops_per_token"))
+        times = _ms(c["step_time"]), c["step_time_how"] or DASH
         rows.append([c["arm"], *counts, number(c["memory_gb"], None, 3), *times])
-    names = ["Parameters", "Without embeddings", "FLOPs per token", "Peak memory (GB)", "Step time (ms)"]
-    columns = [("Arm", ARM), *((name, NUMBER) for name in [*names, "By its own clock (ms)"])]
+    names = ["Parameters", "FLOPs per token", "Peak memory (GB)", "Step time (ms)", "Clock"]
+    columns = [("Arm", ARM), *((name, NUMBER) for name in names)]
     note = (
         "Peak memory is of a GPU's tensors; on a CPU it is of the whole process, the preparation of its data included."
     )
@@ -266,21 +336,21 @@ def _ms(seconds: float | None) -> str:
 
 
 def referee(report: Report) -> Table:
-    words = {"confound": "confound", "under_test": "under test", "follows": "follows from it"}
+    """Differences with equal values, size and note share a row."""
+    words = {"confound": "confound", "under_test": "under test", "follows": "follows"}
+    tuned = {key for of in report["tuning_of_keys"].values() for key in of["tuned"]}
     rows = []
-    for entry in sorted(report["referee"], key=lambda entry: list(words).index(entry["kind"])):
-        arms, values = arms_and_values(entry)
-        named = ", ".join(label(report, arm) if arm in report["arms"] else arm for arm in arms)
-        named = "all arms" if arms == list(report["arms"]) else named
-        size = size_text(entry["size"]) if entry["size"] is not None else DASH
-        rows.append([words[entry["kind"]], named, entry["key"], " | ".join(values), size, entry["note"] or DASH])
-    columns = [("Kind", VERDICT), ("Arms", TEXT), ("What differs", CODE), ("Values", CODE), ("Size", TEXT)]
+    for keys, entry in sorted(alike(differing(report)), key=lambda found: list(words).index(found[1]["kind"])):
+        values = "in Tuning" if keys[0] in tuned and entry["kind"] == "follows" else values_in_arms(entry)
+        size = size_text(entry["size"]) if entry["size"] is not None else ""
+        note = "; ".join(filter(None, [size, entry["note"]])) or DASH
+        rows.append([words[entry["kind"]], ", ".join(keys), values, note])
+    columns = [("Kind", VERDICT), ("What differs", CODE), ("Values", TEXT), ("Size, note", TEXT)]
     note = (
         "Every way in which two arms differ: the thing under test, what follows from it, and confounds, which may be "
-        "the true cause of a difference. Values of all arms stand in the order of End loss."
+        "the true cause of a difference."
     )
-    empty = "The arms differ in nothing."
-    return Table("referee", "What differs between the arms", [*columns, ("Note", TEXT)], rows, note, empty)
+    return Table("referee", "What differs between the arms", columns, rows, note, "The arms differ in nothing.")
 
 
 def failures(report: Report) -> Table:
@@ -316,6 +386,3 @@ def runs(report: Report) -> Table:
     columns = [("Arm", ARM), ("Budget (tokens)", NUMBER), ("Seed", NUMBER), ("Values", CODE)]
     columns += [(f"Loss ({report['unit']})", NUMBER), ("Step", NUMBER), ("Rows", CODE), ("Run", CODE)]
     return Table("runs", "Runs", columns, rows, "Rows: the hash of the validation rows.", "No run has ended.")
-
-
-AFTER_THE_FIGURES = (end_loss, speedups, differences, tuning, costs, referee, audits, failures)

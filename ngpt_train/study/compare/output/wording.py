@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ngpt_train.report.rounded import DASH, interval, number, percent, si
-from ngpt_train.study.compare.referee import BROUGHT
+from ngpt_train.study.compare.phrases import BROUGHT, POOLED
 
 Report = Mapping[str, Any]  # report.json
 
@@ -19,33 +19,30 @@ def is_tuned(report: Report, arm: str) -> bool:
     return bool(report["arms"][arm]["tuned"])
 
 
-def stamps(report: Report, arm: str) -> list[str]:
-    """Remarks beside the arm's name in every table and figure."""
-    found = [] if is_tuned(report, arm) else ["untuned"]
-    return [*found, "not resolved"] if report["verdicts"].get(arm) == "not_resolved" else found
-
-
 def label(report: Report, arm: str) -> str:
-    """The arm's name with its stamps: `powernorm (untuned)`."""
-    found = stamps(report, arm)
-    return f"{arm} ({', '.join(found)})" if found else arm
+    """The arm's name with its stamps in a figure and on a terminal: `powernorm (untuned)`."""
+    stamps = [] if is_tuned(report, arm) else ["untuned"]
+    stamps += ["not resolved"] if report["verdicts"].get(arm) == "not_resolved" else []
+    return f"{arm} ({', '.join(stamps)})" if stamps else arm
+
+
+def marked(report: Report, arm: str) -> str:
+    """The arm's name in a table. That it is not resolved is said by the table of verdicts alone."""
+    return arm if is_tuned(report, arm) else f"{arm} (untuned)"
 
 
 def values_text(values: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{key}={value:.4g}" if type(value) is float else f"{key}={value}" for key, value in values.items()
-    )
+    return ", ".join(f"{key}={short(value)}" for key, value in values.items())
+
+
+def short(value: Any) -> str:
+    return f"{value:.4g}" if type(value) is float else str(value)
 
 
 def budget_of(report: Report, arm: str) -> int | None:
     """The budget of the arm's verdict: the largest shared with the baseline, else the arm's largest."""
     shared = [d["budget"] or 0 for d in report["differences"] if d["arm"] == arm and d["estimate"] is not None]
     return max(shared or map(int, report["arms"][arm]["best_by_budget"]), default=None)
-
-
-def speedups_of(report: Report, arm: str) -> dict[str, Mapping[str, Any]]:
-    """The known annealed ratios at the budget of the verdict, by unit."""
-    return {s["unit"]: s for s in known_speedups(report, arm) if s["budget"] == budget_of(report, arm)}
 
 
 def known_speedups(report: Report, arm: str) -> list[Mapping[str, Any]]:
@@ -61,11 +58,8 @@ def ratio(s: Mapping[str, Any] | None) -> str:
     """`1.17 (1.06 to 1.34, extrapolated)`."""
     if s is None:
         return DASH
-    return (
-        interval(s["estimate"], s["low"], s["high"]).removesuffix(")")
-        + ", extrapolated" * bool(s["extrapolated"])
-        + ")"
-    )
+    shown = interval(s["estimate"], s["low"], s["high"])
+    return f"{shown.removesuffix(')')}, extrapolated)" if s["extrapolated"] else shown
 
 
 NO_CONFOUNDS = "No confounds were found between the arms in what was looked at."
@@ -143,34 +137,76 @@ SHOWN = 24  # characters of a value in a sentence; the table shows all
 
 
 def confound(entry: Mapping[str, Any]) -> str:
-    """The arms, values and size of a difference: `(gpt, ngpt: 0.1 | 0.3, 3 times; the recipe brings 0)`."""
-    arms, texts = arms_and_values(entry)
-    values = " | ".join(text if len(text) <= SHOWN else f"{text[:SHOWN]}…" for text in texts)
-    size = f", {size_text(entry['size'])}" if entry["size"] is not None else ""
-    note = f"; {entry['note']}" if entry["note"] else ""
-    return f"({', '.join(arms)}: {values}{size}{note})"
+    """The values, arms and size of a difference: `(0.1 in gpt; 0.3 in ngpt; 3 times; the recipe brings 0)`."""
+    size = size_text(entry["size"]) if entry["size"] is not None else ""
+    return f"({'; '.join(filter(None, [values_in_arms(entry, SHOWN), size, entry['note']]))})"
 
 
-FEW = 6  # arms at most whose values a cell lists one by one
+FEW = 2  # arms at most of the commonest value that are named, not counted
+MANY = 8  # distinct numbers at most that are listed
 
 
-def arms_and_values(entry: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The arms and values of a difference. Among many arms, those with the commonest value are counted at the end."""
-    arms, values = list(entry["arms"]), list(map(value_text, entry["values"]))
-    common = max(values, key=values.count, default="")
-    n_common = values.count(common)
-    if len(arms) <= FEW or len(values) != len(arms) or n_common < FEW:
-        return arms, values
-    differ = [(arm, value) for arm, value in zip(arms, values, strict=True) if value != common]
-    return [*(arm for arm, _ in differ), f"{n_common} others"], [*(value for _, value in differ), common]
+def values_in_arms(entry: Mapping[str, Any], length: int | None = None) -> str:
+    """`scalar in a, b; vector in 5 others`. length: characters of a value at most."""
+    texts = [
+        text if length is None or len(text) <= length else f"{text[:length]}…"
+        for text in map(value_text, entry["values"])
+    ]
+    if len(entry["arms"]) != len(texts):  # the runs of one arm
+        return f"{' and '.join(texts)} in {', '.join(entry['arms'])}"
+    by_value = dict[str, list[str]]()
+    for arm, text in zip(entry["arms"], texts, strict=True):
+        by_value.setdefault(text, []).append(arm)
+    if len(by_value) > MANY and all(type(value) in (int, float) for value in entry["values"]):
+        return f"{value_text(min(entry['values']))} to {value_text(max(entry['values']))}"
+    common = max(by_value, key=lambda text: len(by_value[text]))
+    arms = by_value.pop(common)
+    named = arms if len(arms) <= FEW else [f"{len(arms)} others"]
+    return "; ".join(f"{text} in {', '.join(of)}" for text, of in [*by_value.items(), (common, named)])
 
 
 def value_text(value: Any) -> str:
     return f"{value:.6g}" if type(value) is float else str(value)
 
 
-def confounds(report: Report) -> list[Mapping[str, Any]]:
-    return [entry for entry in report["referee"] if entry["kind"] == "confound"]
+def differing(report: Report) -> list[dict[str, Any]]:
+    """The differences. One between the runs of an arm, whose values stand in the difference between the arms, is a
+    remark of the latter."""
+    entries = [dict(entry) for entry in report["referee"]]
+    for entry in [x for x in entries if len(x["arms"]) == 1]:
+        (arm,) = entry["arms"]
+        for other in entries:
+            same = (other["kind"], other["key"]) == (entry["kind"], entry["key"]) and other is not entry
+            values = dict(zip(other["arms"], other["values"], strict=False)).get(arm) if same else None
+            if isinstance(values, list) and sorted(map(str, values)) == sorted(map(str, entry["values"])):
+                other["among"] = [*other.get("among", []), arm]
+                entries.remove(entry)
+                break
+    for entry in entries:
+        if among := entry.pop("among", []):
+            said = f"the runs of {', '.join(among)} differ among themselves"
+            entry["note"] = "; ".join(filter(None, [entry["note"], said]))
+    return entries
+
+
+def alike(entries: Sequence[Mapping[str, Any]]) -> list[tuple[list[str], Mapping[str, Any]]]:
+    """The keys of the entries that differ in nothing but their key, and the first of these entries."""
+    found = dict[str, tuple[list[str], Mapping[str, Any]]]()
+    for entry in entries:
+        found.setdefault(repr({**entry, "key": None}), ([], entry))[0].append(entry["key"])
+    return list(found.values())
+
+
+def confounds(report: Report) -> list[tuple[list[str], Mapping[str, Any]]]:
+    return alike([entry for entry in differing(report) if entry["kind"] == "confound"])
+
+
+def notes(report: Report) -> list[str]:
+    """The notes, without what the tables say: a verdict with its seeds and rows, and the noise of each budget."""
+    verdicts, noise = ([f"{arm} {word} {report['baseline']}" for arm in report["arms"]] for word in ("against", "less"))
+    shown = [x for x in report["notes"] if x.startswith(tuple(verdicts)) and ", the largest budget of both, from " in x]
+    shown += [x for x in report["notes"] if x.startswith(tuple(f"{start}, standard deviation" for start in noise))]
+    return [note for note in report["notes"] if note not in (*shown, POOLED)]
 
 
 def looked_at(report: Report) -> list[str]:

@@ -1,1 +1,0 @@
-"""The files of `analyze`: numbers, pictures and a page."""

@@ -1,1 +1,0 @@
-"""Text to token shards on disk, and shards as one sequence of ids."""

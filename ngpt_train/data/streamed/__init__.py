@@ -1,1 +1,0 @@
-"""Text that is tokenized while the model trains."""

@@ -1,0 +1,131 @@
+"""torch.compile: the directory that keeps compiled code for the next start, and compiled blocks as CUDA graphs.
+
+A CUDA graph may be replayed under these conditions. torch records each block's forward and backward pass as a graph
+(torch/_inductor/cudagraph_trees.py). All graphs share one pool of memory. A replay writes its outputs (hidden states,
+gradients of parameters) to the recorded addresses. torch tracks outputs in use only within one "step", and the caller
+tells torch where a step begins. Recording a block frees all outputs of earlier steps, and a later use of one raises an
+error. A replay overwrites them silently. So no output of a graph may be needed after the next step begins. Here a step
+is one forward pass of the model and its backward pass, if there is one (`begin_graph_step_at_forward`). A block has two
+kinds of outputs:
+
+- Hidden states, and tensors saved for the backward pass or recomputed in it. They are not needed after the backward
+  pass.
+- Gradients of parameters. They are needed. If `.grad` were None, autograd would put the graph's memory there, and a
+  second micro batch would overwrite the gradient instead of adding to it. So from the first step on `.grad` is a tensor
+  of ours (`hold_gradients`). It is zeroed, never dropped, and autograd adds a graph's gradient to it at once.
+
+Losses, their sums and the gradients of embeddings are computed outside of graphs. Graphs read the weights in place,
+where the optimizer changes them. All other inputs are copied into the graph's memory, and the backward pass uses the
+copy.
+
+Evaluation must also tell torch where its forward passes begin. Otherwise torch takes each call of a block for a step,
+because no backward pass is pending, and frees the hidden state that is the input of the next block.
+
+The config refuses DDP and FSDP2, whose gradients and weights have their own memory, and PowerNorm, whose statistics
+leave the graphs through hooks. Nobody has worked these out.
+"""
+
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+from ngpt_train.config.schema import Config
+from ngpt_train.core.errors import ConfigError
+from ngpt_train.core.log import say_once
+
+# The environment variables of torch's compiled code and of Triton's kernels, each with its subdirectory of ours.
+VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+INDUCTOR, TRITON = VARIABLES
+LEAST_FREE = 10**9  # bytes free on the disk; torch ends a run if it cannot write a file of its cache
+
+
+def keep_compiled(config: Config) -> None:
+    """Makes torch.compile keep its files in `data.cache`/compiled, in this process and its child processes.
+
+    Directories set by the user in the environment stay. If only TORCHINDUCTOR_CACHE_DIR is set, Triton's directory is
+    inside it, which is torch's default. If `data.cache` is unusable, the log says so and torch's own directory is used.
+    It is in /tmp and does not survive a container or a reboot.
+    """
+    # torch sets the first variable to its default as soon as torch._dynamo is imported.
+    if os.environ.get(INDUCTOR) not in (None, default_cache_dir()):
+        return
+    ours = [name for name in VARIABLES if name == INDUCTOR or name not in os.environ]
+    directory = Path(config.data.cache).expanduser().absolute() / "compiled" / machine()
+    if problem := why_unusable(directory):
+        line = f"data.cache: {directory} {problem}; torch.compile keeps compiled code in its own directory"
+        say_once(logging.WARNING, line)
+        return
+    os.environ |= {name: str(directory / VARIABLES[name]) for name in ours}
+    say_once(logging.INFO, f"torch.compile keeps compiled code in {directory}")
+
+
+def machine() -> str:
+    """A name for this kind of machine. Compiled code of another kind must not be used.
+
+    torch's own cache keys have its version and the GPU. They do not have the CPU, although torch compiles for the
+    instructions of this CPU (-march=native).
+    """
+    try:
+        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+        kinds = ("vendor_id", "model name", "flags", "Features", "CPU implementer", "CPU part")
+        cpu = "\n".join(line for line in first if line.startswith(kinds))
+    except OSError:
+        cpu = platform.processor()
+    python = f"py{'.'.join(platform.python_version_tuple()[:2])}"
+    return f"torch{torch.__version__}-{python}-{platform.machine()}-{hashlib.sha256(cpu.encode()).hexdigest()[:8]}"
+
+
+def why_unusable(directory: Path) -> str | None:
+    """Creates `directory`. Returns the reason why torch cannot keep its files there, or None if it can."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(b"written")
+            file.flush()
+            fcntl.flock(file, fcntl.LOCK_EX)  # torch does; not every network file system can
+    except OSError as error:
+        return f"cannot be written ({error.strerror})"
+    if os.statvfs(directory).f_flag & os.ST_NOEXEC:
+        return "is mounted noexec, so that nothing compiled there runs"
+    if shutil.disk_usage(directory).free < LEAST_FREE:
+        return f"has less than {LEAST_FREE / 1e9:g} GB left"
+    return None
+
+
+def check_cuda_graphs(device: torch.device) -> None:
+    """Raises ConfigError if the device is not a GPU, as train.device=auto may find."""
+    if device.type != "cuda":
+        raise ConfigError(
+            f"train.cuda_graphs=true: the device is {device.type}, and only GPUs have CUDA graphs\n"
+            "  Set train.cuda_graphs=false"
+        )
+
+
+def begin_graph_step_at_forward(model: nn.Module) -> None:
+    """Makes each forward pass of `model` begin a step of torch's CUDA graphs."""
+
+    def begin(*_: Any) -> None:
+        torch.compiler.cudagraph_mark_step_begin()
+
+    model.register_forward_pre_hook(begin)
+    say_once(logging.INFO, "compiled blocks are recorded as CUDA graphs and replayed (train.cuda_graphs)")
+
+
+def hold_gradients(model: nn.Module) -> None:
+    """Gives every parameter without a gradient a zero gradient, to which backward passes add in place.
+
+    To be called in a step and not earlier, because a checkpoint is loaded into parameters without gradients.
+    """
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)

@@ -1,1 +1,0 @@
-"""Generates text: sampling, the tokens of a batch of prompts, and their text."""

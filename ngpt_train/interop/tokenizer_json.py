@@ -1,0 +1,261 @@
+"""Writes each kind of tokenizer as a tokenizer.json, for `tokenizers` and transformers.
+
+The ids of any text are the same, except for `<eos>` in `words`. The spelling of a special token is text, as in
+training: tokenizer_config.json sets split_special_tokens.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from ngpt_train.core.files import parse_json
+from ngpt_train.data.tokenizers.gpt2 import byte_of_character, parse_ranks
+from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
+from ngpt_train.data.tokenizers.sentence_piece import SPACE_SYMBOL, SentencePieceTokenizer
+from ngpt_train.data.tokenizers.tokenizer import Tokenizer
+
+END_OF_TEXT = "<|endoftext|>"
+Json = dict[str, Any]
+BPE = 2  # TrainerSpec.model_type
+NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # SentencePiece.type; 4: the user's own, 5: not used
+VARINT, EIGHT_BYTES, FOUR_BYTES = 0, 1, 5  # kinds of a field's value; else its length comes first
+
+
+class NoCounterpartError(Exception):
+    """No tokenizer.json gives the same ids. The message is the reason."""
+
+
+def tokenizer_json(tokenizer: Tokenizer, eos_in_front: bool) -> tuple[Json, str]:
+    """The content of tokenizer.json, and the name of the end-of-text token.
+
+    eos_in_front: adds this token in front of a text, as for a decoder. Raises NoCounterpartError.
+    """
+    content, eos = _COUNTERPARTS[tokenizer.kind](tokenizer)
+    template = [{"SpecialToken": {"id": eos, "type_id": 0}}] if eos_in_front else []
+    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    special = {eos: {"id": eos, "ids": [tokenizer.eos], "tokens": [eos]}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [*template, first],
+        "pair": [*template, first, second],
+        "special_tokens": special if eos_in_front else {},
+    }
+    return content, eos
+
+
+def _bytes(tokenizer: Tokenizer) -> tuple[Json, str]:
+    """Byte b is the id b, spelled by GPT-2's character for it."""
+    return _byte_level(byte_of_character(), [], tokenizer.eos, words=False), END_OF_TEXT
+
+
+def _gpt2(tokenizer: Tokenizer) -> tuple[Json, str]:
+    character_of = {byte: character for character, byte in byte_of_character().items()}
+    ranks = parse_ranks(tokenizer.model)
+
+    def spelled(token: bytes) -> str:
+        return "".join(character_of[byte] for byte in token)
+
+    merges = [list(map(spelled, _parts(token, ranks))) for token in sorted(ranks, key=ranks.__getitem__)[256:]]
+    return _byte_level({spelled(token): rank for token, rank in ranks.items()}, merges, tokenizer.eos), END_OF_TEXT
+
+
+def _parts(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
+    """The two parts of a merged token: merges of lower rank turn its bytes into them."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        joined = [ranks.get(a + b, len(ranks)) for a, b in pairwise(parts)]
+        at = joined.index(min(joined))
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts
+
+
+def _hf(tokenizer: Tokenizer) -> tuple[Json, str]:
+    """The file itself; `tokenizer_json` replaces its post-processor."""
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    return {**parse_json(tokenizer.model), "truncation": None, "padding": None}, tokenizer.eos_piece
+
+
+def _words(tokenizer: Tokenizer) -> tuple[Json, str]:
+    """A new line is <eos>, so its name in the file is the new line. A text that spells <eos> becomes <unk>."""
+    words = tokenizer.model.decode().removesuffix("\n").split("\n")
+    vocab = {"\n" if i == tokenizer.eos else word: i for i, word in enumerate(words)}
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"}
+    # Python's white space: Unicode's, and four more separators.
+    between = {"type": "Split", "pattern": {"Regex": r"[^\S\n]+|[\x1c-\x1f]+"}, "behavior": "Removed", "invert": False}
+    lines = {"type": "Split", "pattern": {"String": "\n"}, "behavior": "Isolated", "invert": False}
+    last = {"type": "Replace", "pattern": {"Regex": r"\n\z"}, "content": ""}
+    steps = {"type": "Sequence", "pretokenizers": [lines, between]}
+    return _file(model, {"\n": tokenizer.eos}, normalizer=last, pre_tokenizer=steps), "\n"
+
+
+def _sentencepiece(tokenizer: Tokenizer) -> tuple[Json, str]:
+    assert isinstance(tokenizer, SentencePieceTokenizer)
+    file = read_file(tokenizer.model)
+    if problem := _unlike(file):
+        raise NoCounterpartError(f"tokenizer {tokenizer.name}: {problem}, which no tokenizer.json does in the same way")
+    # Without a space before each text, training turns the space symbol itself into bytes. So the file then spells the
+    # space as a space, and does not know the symbol, which becomes bytes.
+    spelled = file.pieces if file.adds_space else [piece.replace(SPACE_SYMBOL, " ") for piece in file.pieces]
+    model = {
+        **_bpe({piece: i for i, piece in enumerate(spelled)}, _merges(spelled, file)),
+        "unk_token": spelled[file.unknown] if file.unknown is not None else None,
+        "fuse_unk": True,
+        "byte_fallback": True,
+    }
+    normalizer: Json | None = None
+    decoders: list[Json] = [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    if file.adds_space:
+        space = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_SYMBOL}
+        normalizer = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE_SYMBOL}, space]}
+        decoders.insert(0, {"type": "Replace", "pattern": {"String": SPACE_SYMBOL}, "content": " "})
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    special = {spelled[i]: i for i in sorted({*file.control, *([] if file.unknown is None else [file.unknown])})}
+    decoder = {"type": "Sequence", "decoders": decoders}
+    return _file(model, special, normalizer=normalizer, decoder=decoder), spelled[tokenizer.eos]
+
+
+def _unlike(file: SentencePieceFile) -> str | None:
+    """Names a property that BPE with byte fallback lacks; None if there is none."""
+    if file.kind != BPE:
+        return "it is no byte-pair encoding"
+    if file.normalizes or file.removes_spaces:
+        return "it normalises the text"
+    if not file.byte_fallback:
+        return "it does not fall back to bytes"
+    return "it has pieces of the user's own" if file.own_pieces else None
+
+
+def _merges(spelled: Sequence[str], file: SentencePieceFile) -> list[list[str]]:
+    """All pairs of pieces that make a piece, in SentencePiece's order: the highest score of the made piece first."""
+    usable = {spelled[i] for i in file.normal}
+    found = []
+    for i in sorted(file.normal, key=lambda i: (-file.scores[i], i)):
+        cuts = range(1, len(spelled[i]))
+        pairs = ([spelled[i][:cut], spelled[i][cut:]] for cut in cuts)
+        found += [pair for pair in pairs if usable.issuperset(pair)]
+    return found
+
+
+def _byte_level(vocab: dict[str, int], merges: list[list[str]], eos: int, words: bool = True) -> Json:
+    """GPT-2's tokenizer on bytes. words: cuts text into GPT-2's words first."""
+    step = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": words}
+    return _file(_bpe(vocab, merges), {END_OF_TEXT: eos}, pre_tokenizer=step, decoder=step)
+
+
+def _bpe(vocab: dict[str, int], merges: list[list[str]]) -> Json:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": vocab,
+        "merges": merges,
+    }
+
+
+def _file(model: Json, special: Mapping[str, int], **steps: Json | None) -> Json:
+    """A tokenizer.json. special: its special tokens, by name."""
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": i, "content": name, **flags} for name, i in special.items()],
+        "normalizer": None,
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": None,
+        **steps,
+        "model": model,
+    }
+
+
+_COUNTERPARTS = {"bytes": _bytes, "gpt2": _gpt2, "hf": _hf, "sentencepiece": _sentencepiece, "words": _words}
+
+
+@dataclass
+class SentencePieceFile:
+    """The model file of SentencePiece: spelling and score of each piece by id, and the ids of each kind.
+
+    The file is a protocol buffer. The package sentencepiece does not tell its normalisation, so the needed fields are
+    read here.
+    """
+
+    pieces: list[str] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    normal: list[int] = field(default_factory=list)
+    control: list[int] = field(default_factory=list)
+    own_pieces: list[int] = field(default_factory=list)  # the user's own, and unused ones
+    unknown: int | None = None
+    kind: int = 1  # of model: Unigram
+    byte_fallback: bool = False
+    normalizes: bool = False  # replaces characters
+    adds_space: bool = True  # before each text
+    removes_spaces: bool = True  # repeated spaces, and spaces at the ends
+
+
+def read_file(model: bytes) -> SentencePieceFile:
+    """Reads a valid file: the package sentencepiece has loaded it before."""
+    file = SentencePieceFile()
+    for number, value in _fields(model):
+        if number == 1:
+            _add_piece(file, dict(_fields(value)))
+        elif number == 2:
+            trainer = dict(_fields(value))
+            file.kind = trainer.get(3, file.kind)
+            file.byte_fallback = bool(trainer.get(35, 0))
+        elif number == 3:
+            normalizer = dict(_fields(value))
+            file.normalizes = bool(normalizer.get(2, b""))
+            file.adds_space = bool(normalizer.get(3, 1))
+            file.removes_spaces = bool(normalizer.get(4, 1))
+    return file
+
+
+def _add_piece(file: SentencePieceFile, entry: Mapping[int, Any]) -> None:
+    number, kind = len(file.pieces), entry.get(3, NORMAL)
+    file.pieces.append(entry[1].decode())
+    file.scores.append(struct.unpack("<f", entry.get(2, bytes(4)))[0])
+    if kind == NORMAL:
+        file.normal.append(number)
+    elif kind == UNKNOWN:
+        file.unknown = number
+    elif kind == CONTROL:
+        file.control.append(number)
+    elif kind != BYTE:
+        file.own_pieces.append(number)
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """The number and the value of each field; the value is an int or bytes."""
+    at = 0
+    while at < len(message):
+        tag, at = _varint(message, at)
+        if tag & 7 == VARINT:
+            value, at = _varint(message, at)
+            yield tag >> 3, value
+            continue
+        size = {EIGHT_BYTES: 8, FOUR_BYTES: 4}.get(tag & 7)
+        if size is None:
+            size, at = _varint(message, at)
+        yield tag >> 3, message[at : at + size]
+        at += size
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    """An integer (seven bits a byte, the lowest first), and the position after it."""
+    value = shift = 0
+    while True:
+        byte = message[at]
+        value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 128:
+            return value, at

@@ -1,1 +1,0 @@
-"""Tokenizers in the files of transformers, and back."""

@@ -1,1 +1,0 @@
-"""A decoder composed of norms and their places."""

@@ -1,1 +1,0 @@
-"""An encoder-decoder composed of norms and their places."""

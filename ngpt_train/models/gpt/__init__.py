@@ -1,1 +1,0 @@
-"""GPT, the baseline."""

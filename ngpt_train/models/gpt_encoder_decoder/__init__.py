@@ -1,1 +1,0 @@
-"""The baseline of the N-Transformer."""

@@ -1,1 +1,0 @@
-"""nGPT, the normalized Transformer."""

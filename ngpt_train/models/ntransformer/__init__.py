@@ -1,1 +1,0 @@
-"""The N-Transformer, nGPT's encoder-decoder."""
