@@ -25,7 +25,7 @@ from ngpt_train.core.files import sync
 from ngpt_train.study.random_steps import steps_of, with_vocabulary
 from ngpt_train.training import TrainState, build_state
 from ngpt_train.training.checkpoint import Checkpoints, load_state
-from ngpt_train.training.checkpoint.background import Saves
+from ngpt_train.training.hooks.saving import Saves
 
 ROUNDS = 5
 STEPS = 4  # during which a save beside training is written

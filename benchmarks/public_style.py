@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from benchmarks.common import WrongResultError
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.models.layers.rope import Rope, rope_table, rotate
+from ngpt_train.kernels.rotary import rotate
+from ngpt_train.models.layers.rope import Rope, rope_table
 
 ALPHA = 0.05  # initial value of alpha_A and alpha_M; every other scale starts at 1
 

@@ -197,24 +197,23 @@ def _parse(arguments: list[str]) -> CommandLine:
     line = CommandLine()
     rest = iter(arguments)
     for argument in rest:
+        option, _, value = argument.partition("=")
         if argument in ("--help", "-h"):
             line.help = True
         elif argument in ("--multirun", "-m"):
             line.multirun = True
-        elif argument.partition("=")[0] == "--cfg":
-            what = argument.partition("=")[2] or next(rest, "nothing")
-            if what != "job":
+        elif option == "--cfg":
+            if (what := value or next(rest, "nothing")) != "job":
                 raise ConfigError(f"--cfg {what}: it takes job\n  --cfg job prints the configuration of the run")
             line.print_config = True
-        elif argument.partition("=")[0] == "--config-dir":
-            line.config_dir = argument.partition("=")[2] or next(rest, None)
-            if line.config_dir is None:
-                raise ConfigError("--config-dir: no directory given\n  Write --config-dir DIR")
-        elif argument.partition("=")[0] == "--plugin":
-            folder = argument.partition("=")[2] or next(rest, None)
+        elif option in ("--config-dir", "--plugin"):
+            folder = value or next(rest, None)
             if folder is None:
-                raise ConfigError("--plugin: no folder given\n  Write --plugin DIR")
-            line.plugins.append(folder)
+                raise ConfigError(f"{option}: no directory given\n  Write {option} DIR")
+            if option == "--plugin":
+                line.plugins.append(folder)
+            else:
+                line.config_dir = folder
         else:
             line.overrides.append(argument)
     return line

@@ -45,7 +45,6 @@ class Hub:
     token: str | None = None  # without it 401
     faults: list[Fault] = field(default_factory=list)
     api_faults: list[Fault] = field(default_factory=list)
-    listed_etags: dict[str, str] = field(default_factory=dict)  # in place of the true ones
     requests: list[Request] = field(default_factory=list)
     stopped: threading.Event = field(default_factory=threading.Event)
 
@@ -118,10 +117,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def entry(self, name: str) -> dict[str, object]:
         data = self.hub.files[name]
-        etag = self.hub.listed_etags.get(name)
         if len(data) < self.hub.large:
-            return {"type": "file", "oid": etag or blob_id(data), "size": len(data), "path": name}
-        lfs = {"oid": etag or sha256(data), "size": len(data), "pointerSize": 134}
+            return {"type": "file", "oid": blob_id(data), "size": len(data), "path": name}
+        lfs = {"oid": sha256(data), "size": len(data), "pointerSize": 134}
         pointer = {"type": "file", "oid": blob_id(b"pointer"), "size": len(data), "path": name}
         return {**pointer, "lfs": lfs, "xetHash": sha256(b"xet")}
 
@@ -239,10 +237,6 @@ def trickling(pause: float) -> Fault:
 def altered(handler: Handler, data: bytes, start: int) -> None:
     """As many bytes as there should be, one of them another."""
     whole(handler, data[:-1] + bytes([data[-1] ^ 1]), start)
-
-
-def too_long(handler: Handler, data: bytes, start: int) -> None:
-    whole(handler, data + bytes(100), start)
 
 
 @contextmanager

@@ -1,14 +1,10 @@
 """Run directories without training, whose truth is known: an arm that needs `ratio` times fewer tokens than the
-baseline, with noise of seeds and of validation rows.
-
-    python -m tests.planted_runs DIR      writes runs into DIR/runs and their report into DIR/report
-"""
+baseline, with noise of seeds and of validation rows."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,15 +133,3 @@ def write_study(root: Path, planted: Planted, seed: int = 0, lrs: Sequence[float
                     loss = float(losses[a, k, s]) + worse
                     paths.append(write_run(path, arm, steps, s, loss, lr, of_row, step_time=time))
     return paths
-
-
-def main(root: Path) -> None:
-    from ngpt_train.__main__ import main as command
-
-    lrs = (0.001, 0.002, 0.004, 0.008, 0.016)
-    runs = write_study(root / "runs", Planted(n_rows=64, of_row=0.05, of_both=0.05), lrs=lrs)
-    sys.exit(command(["compare", *map(str, runs), f"compare.out={root / 'report'}"]))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

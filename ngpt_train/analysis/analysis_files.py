@@ -14,7 +14,7 @@ from ngpt_train.analysis.measures.of_run import Curve
 from ngpt_train.analysis.paper_figures import FIGURES, LAYER, STEP, Measured, Panel
 from ngpt_train.core.files import write_atomically
 from ngpt_train.report.page.chart import Axis, Chart, Mark, Plot, styles
-from ngpt_train.report.page.html import THEME, figure, links, page, section, table
+from ngpt_train.report.page.html import again, figure, header, links, page, section, table
 from ngpt_train.report.page.pictures import Picture, write_picture
 
 
@@ -110,8 +110,10 @@ def html(measured: Measured, content: Mapping[str, Any]) -> str:
     sections = {"runs": "Runs", **{chart.name: chart.name.replace("_", " ") for chart in drawn}}
     many = "s" * (len(names) != 1)
     body = [
-        f"<header><h1>{TITLE}</h1>\n<p class='facts'>{len(names)} run{many}, {len(drawn)} figures. "
-        f"analysis.json and analysis.parquet have every number.</p>\n{THEME}\n</header>",
+        header(
+            TITLE,
+            f"{len(names)} run{many}, {len(drawn)} figures. analysis.json and analysis.parquet have every number.",
+        ),
         section("runs", "Runs", table(content["runs"])),
         links(sections | {"skipped": "What is not shown", "again": "How to regenerate"}),
         '<noscript><p class="box warn">The figures need JavaScript. The folder <code>figures</code> has them as '
@@ -125,7 +127,7 @@ def html(measured: Measured, content: Mapping[str, Any]) -> str:
         for each in measured.skipped
     )
     body.append(section("skipped", "What is not shown", f"<ul>{skipped}</ul>" if skipped else "<p>Nothing.</p>"))
-    body.append(section("again", "How to regenerate", f"<pre><code>{escape(content['command'])}</code></pre>"))
+    body.append(again(content["command"]))
     return page(TITLE, ("runs", "To the runs"), "\n".join(body), drawn)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ngpt_train.core.files import write_atomically
 from ngpt_train.report.page.chart import Axis, Chart, Mark, Plot, Style, rows, styles
-from ngpt_train.report.page.html import THEME, figure, links, page, section, table
+from ngpt_train.report.page.html import again, figure, header, links, page, section, table
 
 TITLE = "Where the loss is"
 FULL = 3.0  # nats: a token with this loss, or difference of losses, or more has the full colour
@@ -28,7 +28,7 @@ def html(report: Mapping[str, Any]) -> str:
     title_of_rows = "Rows where the models differ most" if len(names) == 2 else "Rows with the largest loss"
     sections = {chart.name: chart.title for chart in charts} | {"rows": "Rows"}
     body = [
-        f"<header><h1>{TITLE}</h1>\n<p class='facts'>{escape(facts)}</p>\n{THEME}\n</header>",
+        header(TITLE, facts),
         section("models", "Models", table(report["models"])),
         links(sections),
     ]
@@ -38,7 +38,7 @@ def html(report: Mapping[str, Any]) -> str:
         body.append(section(chart.name, chart.title, figure(chart) + lines))
     body.append(section(charts[-1].name, charts[-1].title, figure(charts[-1])))
     body.append(section("rows", title_of_rows, _legend(looks) + "".join(_row(row, looks) for row in report["rows"])))
-    body.append(section("again", "How to regenerate", f"<pre><code>{escape(report['command'])}</code></pre>"))
+    body.append(again(report["command"]))
     return page(TITLE, ("models", "To the models"), "\n".join(body), charts)
 
 

@@ -28,15 +28,10 @@ GONE = ("bench.", "transfer.patch")
 _MAY_BE_ALLOWED = ("optim", "schedule", "train", "guards")
 
 
-def to_dict(config: Config) -> dict[str, Any]:
-    """The configuration as plain dicts and lists."""
-    return _tree(config)
-
-
-def _tree(section: Any) -> dict[str, Any]:
-    """As dataclasses.asdict, by the names of the keys."""
+def to_dict(section: Any) -> dict[str, Any]:
+    """The configuration, or a section of it, as plain dicts and lists: dataclasses.asdict by the names of the keys."""
     return {
-        name_of(field): _tree(value) if dataclasses.is_dataclass(value) else copy.deepcopy(value)
+        name_of(field): to_dict(value) if dataclasses.is_dataclass(value) else copy.deepcopy(value)
         for field in dataclasses.fields(section)
         for value in [getattr(section, field.name)]
     }

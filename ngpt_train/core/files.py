@@ -191,6 +191,14 @@ def read_yaml_text(path: Path) -> str:
     return text
 
 
+def text_of(path: Path) -> str:
+    """The text of a small file of the system, such as in /proc, stripped; empty if it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
 class DirectoryLock:
     """The lock by which one process at a time uses `directory`: its file `lock`. The kernel drops it when the process
     ends, however."""

@@ -22,11 +22,10 @@ if TYPE_CHECKING:  # which make data sets
     from ngpt_train.data.mixed import Mixed
     from ngpt_train.data.streamed_text import StreamedText
 
-OnMain = Callable[[Callable[[], Any]], Any]
-
-
 CHUNK = 1 << 20  # numbers
 AGAIN = "copy the directory again, or delete it and prepare it again"
+
+OnMain = Callable[[Callable[[], Any]], Any]
 
 
 class StoredNumbers:

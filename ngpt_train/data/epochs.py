@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ from ngpt_train.data.shard_cache import OpenShards
 from ngpt_train.data.sources.local_files import list_files, list_library
 from ngpt_train.data.sources.source import text_size
 from ngpt_train.data.streamed_text import StreamSettings, first_place, n_windows, window_pieces, window_shards
-from ngpt_train.data.token_files import MANIFEST, count_tokens, read_manifest
+from ngpt_train.data.token_files import count_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -93,23 +92,16 @@ def _planned(config: Config) -> EpochRows | None:
     if data.objective == "prefix_continuation":
         return None  # a row is a document of sufficient length, and their number is unknown
     try:
-        tokens = _tokens_on_disk(config) if data.kind == "tokens" else None
-        text = None if data.kind == "tokens" else _planned_bytes(config)
+        if data.kind == "tokens":
+            tokens = count_tokens(config)
+        elif (text := _planned_bytes(config)) is not None:
+            tokens = round(text * (1 - data.held_out_share) / bytes_per_token(config))
+        else:
+            return None
     except (DataError, OSError, KeyError, TypeError):
         return None  # `train` names the fault of the files
-    exact = tokens is not None
-    if tokens is None:
-        if text is None:
-            return None
-        tokens = round(text * (1 - data.held_out_share) / bytes_per_token(config))
-    return EpochRows(max(1, math.ceil(tokens / config.model.context)), 1.0, exact and data.pack == "concat")
-
-
-def _tokens_on_disk(config: Config) -> int:
-    path = Path(config.data.path or "").expanduser()
-    if (path / MANIFEST).exists():
-        return int(read_manifest(path)["splits"]["train"]["tokens"])
-    return count_tokens(path, config.data.path, config.data.val_fraction)
+    exact = data.kind == "tokens" and data.pack == "concat"
+    return EpochRows(max(1, math.ceil(tokens / config.model.context)), 1.0, exact)
 
 
 def _planned_bytes(config: Config) -> float | None:

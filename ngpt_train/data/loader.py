@@ -154,8 +154,7 @@ class TrainLoader(Iterator[tuple[list[Batch], Position]]):
         state: Mapping[str, Any] | None = None,
     ):
         """state: the position of a checkpoint (`merged`)."""
-        if batch_rows % (world_size * micro_rows) != 0:
-            raise ValueError(f"{batch_rows} rows do not divide into {world_size} ranks x micro batches of {micro_rows}")
+        assert batch_rows % (world_size * micro_rows) == 0
         self._reader, self._share = reader, Share(rank, world_size)
         self._batch_rows, self._micro_rows = batch_rows, micro_rows
         self._rows = 0 if state is None else int(state["rows"])

@@ -25,7 +25,7 @@ def shuffled(k: NDArray[np.int64], n: int, seed: int) -> NDArray[np.int64]:
 
     Positions e * n to (e + 1) * n - 1 hold every row once. The result depends on (k, n, seed) alone.
     """
-    if n >= FEW or n < 1:  # `permuted` refuses n = 0
+    if n >= FEW:
         return permuted(k, n, seed)
     orders = {epoch: keyed_order(n, seed, epoch) for epoch in set((k // n).tolist())}
     return np.array([orders[position // n][position % n] for position in k.tolist()], np.int64)
@@ -33,8 +33,6 @@ def shuffled(k: NDArray[np.int64], n: int, seed: int) -> NDArray[np.int64]:
 
 def permuted(k: NDArray[np.int64], n: int, seed: int) -> NDArray[np.int64]:
     """`shuffled`, but below FEW rows some orders are more frequent than others."""
-    if n < 1:
-        raise ValueError(f"cannot shuffle {n} rows")
     position = k.astype(np.uint64)
     epoch, x = position // np.uint64(n), position % np.uint64(n)
     # Arrays throughout: numpy wraps arrays modulo 2**64 in silence, but warns for scalars.

@@ -42,24 +42,15 @@ WAITING = "waiting-"
 
 
 def prepare_dataset(config: Config, out: Path | None = None, tokenizer: Tokenizer | None = None) -> Dataset:
-    """Opens the prepared text of `config.data` in `out`, by default the cache. Prepares it first unless it is there."""
-    hashes = FileHashes(cache_directory(config))
-    config = replace(config, data=replace(config.data, streaming=False))
-    dataset = with_rows(open_prepared(prepare_shards(config, hashes, out, tokenizer), hashes), config)
-    hashes.save()
-    return dataset
+    """Opens the prepared text of `config.data` in `out`, by default in a directory of the cache named by the content.
 
-
-def prepare_shards(
-    config: Config, hashes: FileHashes, out: Path | None = None, tokenizer: Tokenizer | None = None
-) -> Path:
-    """The directory of token shards for the text of `config`: `out`, or a directory of the cache named by the content.
-
-    Writes the shards unless they are there. A failure or a kill leaves its shards in a hidden directory beside it, and
-    the next call goes on after them.
+    Prepares it first unless it is there. A failure or a kill leaves its shards in a hidden directory beside it, and the
+    next call goes on after them.
     tokenizer: used instead of `config.tokenizer`.
     Raises DataError for faulty text, and if `out` holds anything else.
     """
+    hashes = FileHashes(cache_directory(config))
+    config = replace(config, data=replace(config.data, streaming=False))
     source = open_source(config.data)
     tokenizer_keys = [tokenizer_key(config.tokenizer)] if tokenizer is None else possible_keys(tokenizer)
     for described in tokenizer_keys:
@@ -82,7 +73,9 @@ def prepare_shards(
         )
     if prepared_before:
         logger.info("using the tokens prepared before in %s", directory)
-    return directory
+    dataset = with_rows(open_prepared(directory, hashes), config)
+    hashes.save()
+    return dataset
 
 
 def _key(config: Config, source: Source, tokenizer_key: list[Any], hashes: FileHashes) -> str:

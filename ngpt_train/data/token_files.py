@@ -171,14 +171,17 @@ def open_megatron(
     return splits
 
 
-def count_tokens(path: Path, given: str | None, val_fraction: float) -> int:
-    """Tokens of the training split, from file sizes and Megatron's index alone. given: data.path.
+def count_tokens(config: Config) -> int:
+    """Tokens of the training split of `data.path`, from a manifest, file sizes or Megatron's index alone.
 
     Raises DataError if there are no such files.
     """
+    path, val_fraction = Path(config.data.path or "").expanduser(), config.data.val_fraction
+    if (path / MANIFEST).exists():
+        return int(read_manifest(path)["splits"]["train"]["tokens"])
     megatron = find_megatron(path)
     if megatron is None:
-        return find_nanogpt(path, given)["train"].stat().st_size // 2
+        return find_nanogpt(path, config.data.path)["train"].stat().st_size // 2
     ids, index = (_file(megatron["train"], ending) for ending in (".bin", ".idx"))
     offsets = _read_index(index, ids.stat().st_size)[1]
     held_out = _held_out(len(offsets) - 1, val_fraction) if megatron["train"] == megatron["validation"] else 0
@@ -298,10 +301,7 @@ def damaged_manifest(path: Path, error: Exception | str) -> DataError:
 def _open_shards(
     split: str, directory: Path, manifest: dict[str, Any], tokenizer: Tokenizer, hashes: FileHashes
 ) -> Tokens:
-    """Opens a split of a prepared directory, after a check of each file against the manifest.
-
-    Raises DataError if a file is missing, has another size or content, or has ids beyond the vocabulary.
-    """
+    """A split of a prepared directory. Raises DataError if a file does not fit the manifest or the vocabulary."""
     dtype = np.dtype(manifest["dtype"])
     shards, offsets = [], []
     for shard in manifest["splits"][split]["shards"]:

@@ -1,5 +1,5 @@
-"""Layouts of a single-device model for training: activation checkpointing, then compile, then FSDP2 (HSDP) or DDP; and
-batch statistics of norms when the rows of a batch are spread over ranks."""
+"""Layouts of a single-device model for training: activation checkpointing, then compile, then FSDP2 (HSDP) or DDP. Then
+what ranks exchange in a step: statistics of a batch whose rows are spread over ranks, and gradients."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import inspect
 import logging
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ngpt_train.config.keys import AUTO
+from ngpt_train.config.sections.training import ParallelConfig
 from ngpt_train.core.errors import ConfigError, told_by_rank_0
 from ngpt_train.core.log import say_once
 from ngpt_train.distributed.compilation import begin_graph_step_at_forward, check_cuda_graphs, keep_compiled
@@ -173,9 +174,9 @@ def shard(model: Decoder, world: World, n_shards: int, keep_whole: bool = False)
     keeps a block whole between its forward and backward pass, as the embeddings always are.
 
     The matrices of blocks are gathered in the compute dtype. FSDP2 would cast the vectors with them, but vectors must
-    stay fp32. They are left out, because to shard them, 11 d_model values per layer, would save nothing. gradients.py
-    averages their gradients. The embeddings are gathered in fp32 and cast at use, as on a single device, so that the
-    gradients of a repeated token are summed in fp32.
+    stay fp32. They are left out, because to shard them, 11 d_model values per layer, would save nothing.
+    `average_vectors_` averages their gradients. The embeddings are gathered in fp32 and cast at use, as on a single
+    device, so that the gradients of a repeated token are summed in fp32.
     """
     # FSDP2 warns of blocks that return a view, as nGPT's do. Its hooks would miss changes in place, but there are none.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
@@ -267,3 +268,58 @@ def averaged_statistics(model: Decoder, world: World) -> Iterator[None]:
     finally:
         for name, value in model.statistics().items():
             value.copy_(own[name])
+
+
+def accumulating(forward: nn.Module, config: ParallelConfig, last: bool) -> AbstractContextManager[None]:
+    """The context of a micro batch. forward: DDP, or the model; last: True for the last micro batch of a step.
+
+    DDP sums gradients over ranks in the last micro batch only. FSDP2 scatters the gradients of each micro batch: a rank
+    that accumulated whole gradients would need the memory that sharding saves. With scatter=step it does accumulate
+    them. With gather=step the matrices stay whole until the last backward pass. Groups of HSDP exchange their shards in
+    the last micro batch only, which takes no memory.
+    """
+    if isinstance(forward, DistributedDataParallel) and not last:
+        return forward.no_sync()
+    if isinstance(forward, FSDPModule):
+        forward.set_requires_gradient_sync(last or config.scatter == "micro_batch")
+        forward.set_requires_all_reduce(last)
+        forward.set_reshard_after_backward(last or config.gather != "step")
+    return nullcontext()
+
+
+def average_vectors_(model: nn.Module, world: World) -> None:
+    """Under FSDP2, averages the gradients of the vectors, which are not sharded, over ranks in one collective."""
+    if world.size == 1 or not isinstance(model, FSDPModule):
+        return
+    gradients = [parameter.grad for parameter in vectors(model) if parameter.grad is not None]
+    flat = world.sum_(torch.cat(gradients)) / world.size
+    torch._foreach_copy_(gradients, list(flat.split([gradient.numel() for gradient in gradients])))
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter], world: World) -> Tensor:
+    """L2 norm of all gradients, 0-dim fp64 on the device, the same on every rank. Collective if sharded.
+
+    On CPUs the sums are in fp64, because fp32 sums of millions of entries lose three digits there.
+    """
+    sharded: list[Tensor] = []
+    whole: list[Tensor] = []
+    n_replicas = 1
+    for parameter in parameters:
+        match parameter.grad:
+            case DTensor() as gradient:
+                sharded.append(gradient.to_local())
+                n_replicas = replicas(gradient)
+            case Tensor() as gradient:
+                whole.append(gradient)
+    total = _sum_of_squares(sharded, world.device)
+    if sharded:
+        total = world.sum_(total) / n_replicas
+    return (total + _sum_of_squares(whole, world.device)).sqrt()
+
+
+def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    dtype = torch.float64 if device.type == "cpu" else torch.float32
+    norms = torch._foreach_norm(tensors, 2, dtype=dtype)
+    return torch.stack(list(norms)).double().square().sum()

@@ -1,10 +1,17 @@
-"""The process group of training, and the device of this process."""
+"""The process group of training, its waits for long work, and the device of this process.
+
+A collective ends after parallel.timeout; data may take hours to prepare. So a working rank increases a number in the
+process group's store every few seconds, and a waiting rank checks that the number grows. The wait may last as long as
+the work, and the death of a rank is noticed.
+"""
 
 import atexit
 import ctypes
 import functools
 import logging
 import os
+import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +28,105 @@ from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.data import mixture_of
 from ngpt_train.core.errors import ConfigError, told_by_rank_0
 from ngpt_train.core.launcher import check_address
-from ngpt_train.distributed.long_work import LongWork, RankLostError
 
 T = TypeVar("T")
 NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # 1: torchrun makes a new store each time it starts its processes
 
+SIGNS_OF_LIFE = 20  # signs of life in the time of `LongWork.silence`
+SLOWEST_LOOK = 1.0  # most seconds between two checks of a waiting rank
+
 logger = logging.getLogger(__name__)
+
+
+class RankLostError(RuntimeError):
+    """A rank has died or reported an error while others wait for it."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class LongWork:
+    """A piece of work that ranks do or wait for. All ranks construct their pieces in the same order.
+
+    silence: a working rank counts as dead after so many seconds without a sign of life.
+    """
+
+    store: dist.Store
+    name: str
+    rank: int
+    silence: float
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Gives signs of life inside. Reports this rank as done at the end, or as failed on an exception."""
+        ended = threading.Event()
+
+        def live() -> None:
+            with suppress(dist.DistError):  # the store is gone; the other ranks notice it themselves
+                while not ended.wait(self.silence / SIGNS_OF_LIFE):
+                    self.store.add(_life_of(self.rank), 1)
+                    self.store.add(f"{self.name}/life", 1)
+
+        self.store.set(_name_of(self.rank), f"rank {self.rank} (process {os.getpid()} on {socket.gethostname()})")
+        self.store.add(_life_of(self.rank), 1)
+        thread = threading.Thread(target=live, name="signs of life", daemon=True)
+        thread.start()
+        try:
+            yield
+        except BaseException as error:
+            self.store.set(f"{self.name}/failed", f"rank {self.rank}: {type(error).__name__}: {error}")
+            raise
+        finally:
+            ended.set()
+            thread.join()
+        self.store.set(f"{self.name}/done/{self.rank}", "")
+        self.store.add(f"{self.name}/done", 1)
+
+    def wait_for_rank(self, rank: int) -> None:
+        """Waits until `rank` is done. It may give its signs of life in another long work.
+
+        Raises RankLostError if it has failed or is silent.
+        """
+        self._wait([rank], life=_life_of(rank))
+
+    def wait_for_all(self, size: int) -> None:
+        """Waits until all `size` ranks are done. Raises RankLostError if one has failed or all others are silent."""
+        self._wait(range(size), life=f"{self.name}/life")
+
+    def _wait(self, ranks: Sequence[int], life: str) -> None:
+        last_sign, last_time, pause = -1, time.monotonic(), 0.005
+        try:
+            while self.store.add(f"{self.name}/done", 0) < len(ranks):
+                if self.store.check([f"{self.name}/failed"]):
+                    raise RankLostError(self.store.get(f"{self.name}/failed").decode())
+                sign, now = self.store.add(life, 0), time.monotonic()
+                if sign != last_sign:
+                    last_sign, last_time = sign, now
+                elif now - last_time > self.silence:
+                    raise RankLostError(
+                        f"{self._not_done(ranks)} has given no sign of life for {self.silence:g} s (parallel.timeout) "
+                        "and seems dead. The reason stands in its own output; the same command starts again"
+                    )
+                time.sleep(pause)
+                pause = min(1.5 * pause, SLOWEST_LOOK)
+        except dist.DistError as error:
+            host = os.environ.get("MASTER_ADDR", "this host")
+            raise RankLostError(f"the process group's store on {host} is gone: {error}") from None
+
+    def _not_done(self, ranks: Sequence[int]) -> str:
+        """Names the ranks among `ranks` that are not done."""
+        left = [rank for rank in ranks if not self.store.check([f"{self.name}/done/{rank}"])]
+        names = [_name_of(rank) for rank in left]
+        found = [self.store.get(name).decode() if self.store.check([name]) else "" for name in names]
+        return "; ".join(name or f"rank {rank}" for rank, name in zip(left, found, strict=True))
+
+
+def _life_of(rank: int) -> str:
+    return f"ngpt_train/life/{rank}"
+
+
+def _name_of(rank: int) -> str:
+    return f"ngpt_train/name/{rank}"
 
 
 class Arrivals:
@@ -134,7 +234,7 @@ class World:
     def on_main_without_timeout(self, function: Callable[[], T]) -> T:
         """`on_main` for a function that may take hours, such as a download.
 
-        The other ranks wait while rank 0 gives signs of life (long_work.py), and raise RankLostError if it is silent.
+        The other ranks wait while rank 0 gives signs of life, and raise RankLostError if it is silent.
         """
         if self.size == 1:
             return function()

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,15 +22,15 @@ CLOCK_SECONDS = 0.005  # the same during the comparison of clocks: it adds to th
 ROUNDS = 5  # of a comparison of clocks; the quickest counts
 
 
-def here(environment: Mapping[str, str] = os.environ) -> Place:
+def here() -> Place:
     """The place of this process, from torchrun's variables."""
-    size = int(environment.get("WORLD_SIZE", "1"))
+    size = int(os.environ.get("WORLD_SIZE", "1"))
     return Place(
-        rank=int(environment.get("RANK", "0")),
+        rank=int(os.environ.get("RANK", "0")),
         size=size,
-        local_rank=int(environment.get("LOCAL_RANK", "0")),
-        local_size=int(environment.get("LOCAL_WORLD_SIZE", size)),
-        node=int(environment.get("GROUP_RANK", "0")),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
+        node=int(os.environ.get("GROUP_RANK", "0")),
         host=socket.gethostname(),
     )
 

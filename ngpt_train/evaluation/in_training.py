@@ -14,7 +14,7 @@ from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.sampling import opened, row_of
 from ngpt_train.evaluation.validation import Evaluations, RowFiles, evaluating
 from ngpt_train.training.guards import explain_out_of_memory
-from ngpt_train.training.hooks.hook import Hook, TrainingRun, due
+from ngpt_train.training.loop import Hook, TrainingRun, due
 from ngpt_train.training.state import TrainState
 
 if TYPE_CHECKING:

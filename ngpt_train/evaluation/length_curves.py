@@ -126,7 +126,9 @@ def measure(
     passes = 0
     with not_training(model, world):
         for text in documents:
-            ids = _opened(tokenizer, text).to(world.device)
+            # eos and the ids of the document: (1 + targets,)
+            opened = np.concatenate([[tokenizer.eos], encode_document(tokenizer, text)]).astype(np.int64)
+            ids = torch.from_numpy(opened).to(world.device)
             n_targets = len(ids) - 1
             for k, curve in enumerate(curves if n_targets else []):
                 curve.documents += 1
@@ -144,12 +146,6 @@ def measure(
         curve.targets, curve.bytes, curve.windows = map(round, of_context[1:])
         curve.by_position = world.sum_(of_positions).cpu().numpy()
     return curves
-
-
-def _opened(tokenizer: Tokenizer, text: str) -> Tensor:
-    """eos and the ids of the document: (1 + targets,) int64."""
-    ids = encode_document(tokenizer, text)
-    return torch.from_numpy(np.concatenate([[tokenizer.eos], ids]).astype(np.int64))
 
 
 def _add(model: Decoder, ids: Tensor, cut: list[Window], n_bytes: Tensor, sums: Tensor, counted: Tensor) -> None:

@@ -144,7 +144,7 @@ def named(verb: str, key: str, value: str | None, own: Any) -> Trained:
 
 
 def check_overrides(
-    verb: str, trained: Sequence[Trained], config: Config, overrides: Sequence[str], also_used: Collection[str] = ()
+    verb: str, trained: Sequence[Trained], config: Config, overrides: Sequence[str], also_used: Collection[str]
 ) -> None:
     """Raises ConfigError for an override that contradicts a checkpoint. The log names unused overrides.
 
@@ -155,26 +155,22 @@ def check_overrides(
         name, _, value = (part.strip() for part in override.partition("="))
         section = name.partition(".")[0]
         if section in DECIDED_BY_CHECKPOINT:
+            key = name if "." in name else f"{name}.{DECIDED_BY_CHECKPOINT[name]}"
             for each in trained:
-                _check_decided(override, name, value, config, each)
+                found = _value(each.config, key)
+                if value != AUTO and _value(config, key) != found:
+                    raise ConfigError(
+                        f"{override}: the checkpoint decides, and in {each.path} {key} is {found}"
+                        "\n  Leave it out, or name another checkpoint"
+                    )
         elif not used & {name, section}:
             unused.append(name)
     if unused:
         logger.info("%s makes no use of %s", verb, ", ".join(unused))
 
 
-def _check_decided(override: str, name: str, value: str, config: Config, trained: Trained) -> None:
-    """Raises ConfigError unless the override has the value of the checkpoint, or is auto."""
-    key = name if "." in name else f"{name}.{DECIDED_BY_CHECKPOINT[name]}"
-    found = _value(trained.config, key)
-    if value != AUTO and _value(config, key) != found:
-        raise ConfigError(
-            f"{override}: the checkpoint decides, and in {trained.path} {key} is {found}"
-            "\n  Leave it out, or name another checkpoint"
-        )
-
-
 def _value(config: Config, key: str) -> Any:
+    """None for a key of another architecture."""
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name, None)

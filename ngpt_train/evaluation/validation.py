@@ -302,10 +302,10 @@ def target_counts(train: Rows, vocab_size: int, sample: int = 10_000_000) -> NDA
     return counts
 
 
-def unigram_loss(train: Rows, validation: Validation, vocab_size: int, sample: int = 10_000_000) -> float:
+def unigram_loss(train: Rows, validation: Validation, vocab_size: int) -> float:
     """The validation loss, in nats per token, of a model that predicts each token by its frequency alone.
 
     It adds 1 to each count of `target_counts`. A model without a clearly lower loss has not learnt the order of words.
     """
-    counts = 1.0 + target_counts(train, vocab_size, sample)
+    counts = 1.0 + target_counts(train, vocab_size)
     return float(-np.log(counts / counts.sum())[validation.targets].mean())

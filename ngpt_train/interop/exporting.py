@@ -67,7 +67,8 @@ def _write(restored: Restored, own: ExportConfig, layout: Layout, work: Path) ->
     trained = export_weights(model)
     weights = rounded(trained, own.dtype)
     statistics = {f"{STATISTICS}{name}": value.clone() for name, value in model.statistics().items()}
-    tensors = layout.to_foreign({**weights, **statistics}, config)
+    stored = {**weights, **statistics}
+    tensors = layout.to_foreign(stored, config)
     files = write_tensors(work, tensors, own.max_shard_gb * 1e9)
     n_bytes = sum(tensor.nbytes for tensor in tensors.values())
     yield f"{layout.name}, {own.dtype}: {len(tensors)} tensors, {n_bytes:,} bytes in {len(files)} file(s)"
@@ -84,11 +85,11 @@ def _write(restored: Restored, own: ExportConfig, layout: Layout, work: Path) ->
         shutil.copyfile(path, work / path.name)
     write_yaml(restored.config, work / CONFIG)
     reads_eos_first = config.objective != "prefix_continuation"  # a decoder reads an eos before a document
-    yield from write_tokenizers(work, tokenizer, config.context, reads_eos_first)
+    yield write_tokenizers(work, tokenizer, config.context, reads_eos_first)
 
-    yield check_bits(work, layout, config_json, {**weights, **statistics})
+    yield check_bits(work, layout, config_json, stored)
     if not layout.for_transformers:
-        yield check_reader(work, {**weights, **statistics})
+        yield check_reader(work, stored)
         return
     rows = random_rows(config, own.rows)
     if own.dtype != "fp32":

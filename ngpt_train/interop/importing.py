@@ -30,12 +30,11 @@ from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.distributed.world import World
 from ngpt_train.interop.exporting import CONFIG, STATISTICS
 from ngpt_train.interop.layouts import LAYOUTS
-from ngpt_train.interop.layouts.layout import NOTE, check_tensors, shapes_of
+from ngpt_train.interop.layouts.layout import NOTE, check_tensors, empty_model, shapes_of
 from ngpt_train.interop.layouts.llama import ALSO
 from ngpt_train.interop.nvidia import read_nvidia
 from ngpt_train.interop.safetensors_files import read_tensors
 from ngpt_train.interop.tokenizer_files import tokenizer_of
-from ngpt_train.models import build_model
 from ngpt_train.training.checkpoint.save import SPARE, Checkpoints, Snapshot
 from ngpt_train.training.checkpoint.tensor_files import pieces_of
 
@@ -202,11 +201,9 @@ def write_run(imported: Imported, source: str, out: Path) -> Path:
 
 def check_weights(imported: Imported, source: str) -> int:
     """The number of parameters. Raises DataError if the tensors do not fit the config or are not finite."""
-    shapes = shapes_of(imported.config.model, imported.tensors)
-    with torch.device("meta"):
-        model = build_model(imported.config.model)
+    model = empty_model(imported.config.model, imported.tensors)
     statistics = {f"{STATISTICS}{name}": tuple(value.shape) for name, value in model.statistics().items()}
-    check_tensors(imported.tensors, shapes | statistics, "the weights beside config.json")
+    check_tensors(imported.tensors, shapes_of(model) | statistics, "the weights beside config.json")
     for name, value in imported.tensors.items():
         if not value.isfinite().all():
             raise DataError(f"import.source={source}: {name} has values that are not finite. Copy the model again")

@@ -55,13 +55,16 @@ def read_nvidia(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], list[str
     checkpoint = load(path)
     arguments, state = checkpoint["model_args"], without_wrappers(checkpoint["model"], path)
     check_arguments(arguments, path)
-    schema, keys = (NGPTConfig, ngpt_keys(arguments)) if arguments["use_nGPT"] else (GPTConfig, gpt_keys(arguments))
-    config: ModelConfig = checked_config(keys, schema, f"in model_args of {path}")
+    keys = model_keys(arguments)
+    schema: type[ModelConfig] = NGPTConfig if arguments["use_nGPT"] else GPTConfig
+    config = checked_config(keys, schema, f"in model_args of {path}")
     check_layers(config.n_layers, state)
     table = list(parts(arguments))
     check_tensors(state, {part.theirs: part.shape for part in table}, str(path))
-    weights = {part.ours: part.cut(at_least_fp32(state[part.theirs])).clone() for part in table}
-    for name, x in weights.items():
+    weights = {}
+    for theirs, _, name, cut in table:
+        x = state[theirs]
+        x = weights[name] = cut(x.to(torch.promote_types(x.dtype, torch.float32))).clone()
         if not x.isfinite().all():
             raise DataError(f"{path}: {name} has values that are not finite. Take an earlier checkpoint")
     notes = [f"{path}: {ROTATION}"]
@@ -120,9 +123,10 @@ def check_arguments(arguments: Mapping[str, Any], path: Path) -> None:
         refuse("base_scale", "a number > 0: nGPT divides its scale vectors by it")
 
 
-def common_keys(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def model_keys(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """model.* keys by dotted names, with the constants of their Block."""
     layers, heads, d, context, vocabulary = (arguments[name] for name in SIZES)
-    return {
+    keys = {
         "d_model": d,
         "n_layers": layers,
         "n_heads": heads,
@@ -135,18 +139,13 @@ def common_keys(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "rope_layout": "interleaved",  # their code pairs neighbours too
         "activation": "silu",
     }
-
-
-def gpt_keys(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {"name": "gpt", **common_keys(arguments), "norm_eps": 1e-6, "qk_norm": False, "mlp": "gated"}
-
-
-def ngpt_keys(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """With the constants of their Block. A scale vector is stored * init_value / init_scaling, as in ours."""
-    d, scale = arguments["n_embd"], arguments["base_scale"]
+    if not arguments["use_nGPT"]:
+        return {"name": "gpt", **keys, "norm_eps": 1e-6, "qk_norm": False, "mlp": "gated"}
+    keys = {"name": "ngpt", **keys, "constraint": "projection", "alpha_sign": "positive"}
+    scale = arguments["base_scale"]
     base = "1/sqrt(d)" if scale == 1 / math.sqrt(d) else scale
+    # A scale vector is stored * init_value / init_scaling, as in ours.
     init = {"alpha_attn": 0.05, "alpha_mlp": 0.05, "s_qk": 1.0, "s_u": 1.0, "s_v": 1.0, "s_z": 1.0}
-    keys = {"name": "ngpt", **common_keys(arguments), "constraint": "projection", "alpha_sign": "positive"}
     for name, value in init.items():
         keys |= {f"{name}.kind": "vector", f"{name}.init": value}
         keys[f"{name}.scale"] = 1.0 if name in ("s_u", "s_v") else base
@@ -190,10 +189,6 @@ def whole(x: Tensor) -> Tensor:
 
 def transposed(x: Tensor) -> Tensor:
     return x.T.contiguous()
-
-
-def at_least_fp32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def checked_lengths(weights: Mapping[str, Tensor], path: Path) -> str:

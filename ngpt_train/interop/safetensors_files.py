@@ -72,7 +72,7 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
     return {name: tensor.float() for name, tensor in found.items()}
 
 
-def _files(directory: Path) -> dict[str, set[str] | None]:
+def _files(directory: Path) -> Mapping[str, set[str] | None]:
     """The names of tensors by file, from the index; None without an index."""
     if (directory / INDEX).exists():
         index = read_json(directory / INDEX)
@@ -81,13 +81,11 @@ def _files(directory: Path) -> dict[str, set[str] | None]:
             raise DataError(
                 f"{directory / INDEX} is damaged: weight_map does not name the file of each tensor. Copy it again"
             )
-        files: dict[str, set[str] | None] = {}
+        files: dict[str, set[str]] = {}
         for name, file in places.items():
             if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
                 raise DataError(f"{directory / INDEX} is damaged: {name} is in {file!r}, which is no file beside it")
-            names = files.setdefault(file, set())
-            assert names is not None
-            names.add(name)
+            files.setdefault(file, set()).add(name)
         if missing := [file for file in files if not (directory / file).is_file()]:
             raise DataError(
                 f"{directory}: {missing[0]} is missing, which {INDEX} names ({len(missing)} of {len(files)} shards "

@@ -21,9 +21,9 @@ OF_TRANSFORMERS, OF_SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
 EOS = "eos_token of tokenizer_config.json"
 
 
-def write_tokenizers(directory: Path, tokenizer: Tokenizer, context: int, eos_in_front: bool) -> list[str]:
+def write_tokenizers(directory: Path, tokenizer: Tokenizer, context: int, eos_in_front: bool) -> str:
     """Writes tokenizer.json and tokenizer_config.json for AutoTokenizer, and our own files into the folder OWN.
-    Returns sentences for the output.
+    Returns a sentence for the output.
 
     eos_in_front: the model reads the end-of-text token before a text.
     """
@@ -33,7 +33,7 @@ def write_tokenizers(directory: Path, tokenizer: Tokenizer, context: int, eos_in
     try:
         content, eos = tokenizer_json(tokenizer, eos_in_front)
     except NoCounterpartError as problem:
-        return [f"no tokenizer for transformers: {problem}; {OWN}/ has the tokenizer in the files of ngpt-train"]
+        return f"no tokenizer for transformers: {problem}; {OWN}/ has the tokenizer in the files of ngpt-train"
     (directory / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
     write_json(
         directory / "tokenizer_config.json",
@@ -48,7 +48,7 @@ def write_tokenizers(directory: Path, tokenizer: Tokenizer, context: int, eos_in
         },
     )
     front = f"with {eos!r} in front of a text" if eos_in_front else "with nothing in front of a text"
-    return [f"tokenizer {tokenizer.name} for AutoTokenizer, {front}, and in the files of ngpt-train in {OWN}/"]
+    return f"tokenizer {tokenizer.name} for AutoTokenizer, {front}, and in the files of ngpt-train in {OWN}/"
 
 
 def tokenizer_of(directory: Path, config_json: Mapping[str, Any]) -> tuple[Tokenizer, list[str]]:

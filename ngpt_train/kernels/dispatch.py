@@ -51,7 +51,7 @@ class Operation(Generic[P, R]):
         self.name = name
         self.formula: Callable[..., Any] = formula
         self._twin: Callable[..., Any]
-        self._unsupported: Callable[..., str | None] = supported
+        self._unsupported: Callable[..., str | None] = lambda *_, **__: None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         tensors = float_tensors((*args, *kwargs.values()))
@@ -71,17 +71,9 @@ class Operation(Generic[P, R]):
         return function
 
 
-def supported(*_: Any, **__: Any) -> None:
-    """`unsupported` of an operation whose kernel takes all options."""
-
-
 def operation(name: str) -> Callable[[Callable[P, R]], Operation[P, R]]:
     """Decorates a formula. name: of its kernel, in `switch_off` and in the log."""
-
-    def decorate(formula: Callable[P, R]) -> Operation[P, R]:
-        return Operation(name, formula)
-
-    return decorate
+    return functools.partial(Operation, name)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.profiler import profile, schedule
 
-from ngpt_train.training.hooks.hook import Hook, TrainingRun
+from ngpt_train.training.loop import Hook, TrainingRun
 
 # Peak FLOP/s of dense matrix products in bf16, and in fp16 where fp32 accumulates. The key is the full name from
 # torch.cuda, because variants of one chip differ by up to a third, and a slice (MIG) is slower than the chip. Sources:
@@ -73,14 +73,11 @@ class Meter:
         self._step_seconds = 0.0
         self._data_seconds = 0.0
 
-    def data(self, seconds: float) -> None:
-        """Adds the seconds of a wait for data; `step` counts them too."""
-        self._data_seconds += seconds
-
-    def step(self, seconds: float, tokens: int) -> None:
-        """Adds the seconds of a whole step, including its wait for data; tokens: of all ranks."""
+    def step(self, seconds: float, data_seconds: float, tokens: int) -> None:
+        """Adds a step. seconds: of the whole step, its wait for data (data_seconds) included. tokens: of all ranks."""
         self._steps += 1
         self._step_seconds += seconds
+        self._data_seconds += data_seconds
         self._tokens += tokens
 
     def read(self) -> dict[str, float | None]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ngpt_train.core.recorded import Record
 from ngpt_train.data.loader import data_hash
-from ngpt_train.training.hooks.hook import Hook, TrainingRun, due
+from ngpt_train.training.loop import Hook, TrainingRun, due
 
 if TYPE_CHECKING:
     from ngpt_train.data.loader import Position
@@ -36,8 +36,7 @@ class TrainRecords(Hook):
         return due(run.step, run.state.config.logging.every)
 
     def after_step(self, run: TrainingRun) -> None:
-        self._meter.data(run.data_seconds)
-        self._meter.step(run.seconds, run.tokens_per_step)
+        self._meter.step(run.seconds, run.data_seconds, run.tokens_per_step)
         if self.waits(run):
             run.log(self._record(run))
             run.state.interval.reset()
@@ -47,12 +46,12 @@ class TrainRecords(Hook):
         state, result, position = run.state, run.result, run.position
         assert result is not None
         assert position is not None
-        of_all_ranks = seen(position, state.world)
+        of_all_ranks, interval = seen(position, state.world), state.interval.read()
         return {
             "kind": "train",
             "step": state.step,
             "loss": run.loss,
-            "loss_mean": state.interval.loss_mean,
+            "loss_mean": interval["loss_mean"],
             **({} if result.z_loss is None else {"z_loss": float(result.z_loss)}),
             **({} if result.loss_scale is None else {"loss_scale": float(result.loss_scale)}),
             "lr": result.lr,
@@ -63,8 +62,8 @@ class TrainRecords(Hook):
             **of_all_ranks,
             **padding(run),
             **self._meter.read(),
-            "skipped": state.interval.n_skipped,
-            "clipped": state.interval.clipped,
+            "skipped": interval["skipped"],
+            "clipped": interval["clipped"],
         }
 
 

@@ -149,7 +149,7 @@ def _measured(config: Config, size: ArmSize) -> ArmSize:
     """`size` with the seconds per token of a step of one micro batch."""
     from ngpt_train.distributed.world import resolve_device
     from ngpt_train.study.random_steps import steps_of
-    from ngpt_train.training.checkpoint.background import available_memory
+    from ngpt_train.training.hooks.saving import available_memory
     from ngpt_train.training.state import build_state
 
     device = resolve_device(config.train.device, 0).type

@@ -22,7 +22,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import check_resume, differing_weights, read_yaml, what_differs, write_yaml
 from ngpt_train.core.checkout import git_commit
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.core.files import DirectoryLock, check_kinds, read_json, remove, write_json
+from ngpt_train.core.files import DirectoryLock, check_kinds, read_json, remove, text_of, write_json
 from ngpt_train.core.launcher import is_same_job, nameless_on_many_hosts, this_job
 from ngpt_train.core.log import say_once
 from ngpt_train.data.dataset import Dataset
@@ -366,11 +366,9 @@ def describe_start(state: TrainState, data: Dataset) -> dict[str, Any]:
 def origin(device: torch.device) -> dict[str, Any]:
     """The code, the versions and the machine. `cpu` names the processor and its instructions in use by torch, because
     sums on another processor are rounded otherwise."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
+    lines = text_of(Path("/proc/cpuinfo")).splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    name = next(names, platform.processor() or platform.machine())
     return {
         "git_commit": git_commit(),
         "versions": {

@@ -36,59 +36,49 @@ class Interval:
 
     def __init__(self, device: torch.device, clip_norm: float | None) -> None:
         self._clip_norm = clip_norm
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)  # nats
-        self._n_targets = torch.zeros((), dtype=torch.int64, device=device)
-        self._n_skipped = torch.zeros((), dtype=torch.int64, device=device)
-        self._n_clipped = torch.zeros((), dtype=torch.int64, device=device)
+        counts = ("n_targets", "n_skipped", "n_clipped")
+        self._sums = {
+            "loss_sum": torch.zeros((), dtype=torch.float64, device=device),  # nats
+            **{name: torch.zeros((), dtype=torch.int64, device=device) for name in counts},
+        }
         self._n_steps = 0
 
     def add(self, result: StepResult) -> None:
         """Adds a step. A skipped step, whose loss may be NaN, adds to the skipped steps alone."""
-        self._loss_sum += result.loss_sum.masked_fill(result.skipped, 0.0)
-        self._n_targets += result.n_tokens.masked_fill(result.skipped, 0)
-        self._n_skipped += result.skipped
+        self._sums["loss_sum"] += result.loss_sum.masked_fill(result.skipped, 0.0)
+        self._sums["n_targets"] += result.n_tokens.masked_fill(result.skipped, 0)
+        self._sums["n_skipped"] += result.skipped
         self._n_steps += 1
         if self._clip_norm is not None:
-            self._n_clipped += (result.grad_norm > self._clip_norm) & ~result.skipped
+            self._sums["n_clipped"] += (result.grad_norm > self._clip_norm) & ~result.skipped
 
-    @property
-    def loss_mean(self) -> float:
-        """Mean cross-entropy in nats over all targets, without skipped steps; NaN if there are no targets.
+    def read(self) -> dict[str, float | None]:
+        """The fields of a train record. Waits for the device.
 
-        Every target has the same weight, as in the loss of a step.
+        loss_mean: mean cross-entropy in nats over all targets, without skipped steps; NaN if there are no targets.
+        Every target has the same weight, as in the loss of a step. clipped: clipped steps / steps; None without
+        clipping. Skipped steps do not count as clipped.
         """
-        return float(self._loss_sum / self._n_targets) if self._n_targets else math.nan
-
-    @property
-    def n_skipped(self) -> int:
-        return int(self._n_skipped)
-
-    @property
-    def clipped(self) -> float | None:
-        """Clipped steps / steps; None without clipping. Skipped steps do not count as clipped."""
-        return None if self._clip_norm is None or not self._n_steps else int(self._n_clipped) / self._n_steps
+        sums = {name: value.item() for name, value in self._sums.items()}
+        counts = self._clip_norm is not None and self._n_steps
+        return {
+            "loss_mean": sums["loss_sum"] / sums["n_targets"] if sums["n_targets"] else math.nan,
+            "skipped": int(sums["n_skipped"]),
+            "clipped": sums["n_clipped"] / self._n_steps if counts else None,
+        }
 
     def reset(self) -> None:
-        for value in (self._loss_sum, self._n_targets, self._n_skipped, self._n_clipped):
-            value.zero_()
-        self._n_steps = 0
+        self.load_state_dict({})
 
     def state_dict(self) -> dict[str, Any]:
         """The sums as exact numbers for JSON."""
-        return {
-            "loss_sum": float(self._loss_sum),
-            "n_targets": int(self._n_targets),
-            "n_skipped": int(self._n_skipped),
-            "n_clipped": int(self._n_clipped),
-            "n_steps": self._n_steps,
-        }
+        return {**{name: value.item() for name, value in self._sums.items()}, "n_steps": self._n_steps}
 
     def load_state_dict(self, stored: Mapping[str, Any]) -> None:
-        self._loss_sum.fill_(stored["loss_sum"])
-        self._n_targets.fill_(stored["n_targets"])
-        self._n_skipped.fill_(stored["n_skipped"])
-        # Earlier versions did not count these: then the share covers the steps since the resume.
-        self._n_clipped.fill_(stored.get("n_clipped", 0))
+        """stored: from `state_dict`. Earlier versions did not count clipped steps and steps: then the share covers the
+        steps since the resume."""
+        for name, value in self._sums.items():
+            value.fill_(stored.get(name, 0))
         self._n_steps = stored.get("n_steps", 0)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ngpt_train.core.constants import IGNORED
 from ngpt_train.distributed.compilation import hold_gradients
-from ngpt_train.distributed.gradients import accumulating, average_vectors_, gradient_norm
+from ngpt_train.distributed.layouts import accumulating, average_vectors_, gradient_norm
 from ngpt_train.kernels.dropout import row_seeds
 from ngpt_train.optim.optimizer import round_to_bf16_
 from ngpt_train.optim.row_adam import RowAdam

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ngpt_train.config.places import make_directory
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.studies import CompareConfig
 from ngpt_train.config.validate import did_you_mean, mistake, show, similar_keys
@@ -16,7 +17,7 @@ from ngpt_train.core.secrets import command_of
 from ngpt_train.study.audit.certificate import read_certificates
 from ngpt_train.study.compare import step_times
 from ngpt_train.study.compare.compared_keys import covers
-from ngpt_train.study.compare.comparison import check_out, choose_arms, make_directory, make_report, write_reports
+from ngpt_train.study.compare.comparison import check_out, choose_arms, make_report, write_reports
 from ngpt_train.study.compare.given_runs import gather
 from ngpt_train.study.compare.output.document import console
 from ngpt_train.study.compare.runs import Run
@@ -37,7 +38,7 @@ def main(config: Config, overrides: Sequence[str], measures: bool = False) -> in
     report, times = compared(config, overrides, measures)
     print(console(report))
     if out is not None:
-        make_directory(out)
+        make_directory(f"compare.out={out}", out)
         write_reports(report, out, times)
         print(f"\nwritten to {out}")
     return 0

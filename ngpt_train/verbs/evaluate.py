@@ -233,17 +233,12 @@ def combine(config: Config, of_run: Config, overrides: Sequence[str]) -> Config:
     if other_text and ("experiment" in other_text or not is_text_of(config, of_run)):
         data = config.data
     else:
-        own_text = taken(of_run, config, overrides, opens=("data",)).data
-        data = replace(own_text, **changes(config.data, "data", overridden))
+        chosen = {key: value for key, value in vars(config.data).items() if f"data.{key}" in overridden}
+        data = replace(taken(of_run, config, overrides, opens=("data",)).data, **chosen)
     if overridden.intersection(ROWS):
-        chosen = config.eval
+        rows, tokens = config.eval.rows, config.eval.tokens
     else:
-        chosen = replace(of_run.eval, rows=None, tokens=None) if data.val_fraction == 1 else of_run.eval
+        rows, tokens = (None, None) if data.val_fraction == 1 else (of_run.eval.rows, of_run.eval.tokens)
     contexts = config.eval.contexts if "eval.contexts" in overridden else of_run.eval.contexts
-    validation = replace(config.eval, rows=chosen.rows, tokens=chosen.tokens, contexts=contexts)
+    validation = replace(config.eval, rows=rows, tokens=tokens, contexts=contexts)
     return replace(config, model=of_run.model, data=data, eval=validation)
-
-
-def changes(section: Any, name: str, overridden: set[str]) -> dict[str, Any]:
-    """The keys, with their values, of the config section `name` that are in `overridden` as `NAME.KEY`."""
-    return {key: value for key, value in vars(section).items() if f"{name}.{key}" in overridden}

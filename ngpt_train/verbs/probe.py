@@ -62,7 +62,11 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         _check_same(names, first, second)
         there, all_losses[names[1]] = _measured(dataset, replace(combined, model=second.config.model), second, world)
         if there.rows_hash != validation.rows_hash:
-            raise DataError(f"probe: {names[1]} does not take the same rows as {names[0]}: {_forms(first, second)}")
+            a, b = first.config.model, second.config.model
+            forms = f"one is {a.name} with {a.context} tokens, the other {b.name} with {b.context}"
+            raise DataError(
+                f"probe: {names[1]} does not take the same rows as {names[0]}: {forms}. Probe them one by one"
+            )
         models.append(_said(names[1], second))
     tokens, targets, *_ = (part.numpy() for part in validation.batch)
     pieces = pieces_of(dataset.tokenizer)
@@ -114,11 +118,6 @@ def _check_same(names: Sequence[str], first: Restored, second: Restored) -> None
             f"probe: {names[0]} has model.context={first.config.model.context}, {names[1]} "
             f"{second.config.model.context}; rows of one length are needed. Probe them one by one"
         )
-
-
-def _forms(first: Restored, second: Restored) -> str:
-    a, b = first.config.model, second.config.model
-    return f"one is {a.name} with {a.context} tokens, the other {b.name} with {b.context}. Probe them one by one"
 
 
 def _said(name: str, restored: Restored) -> dict[str, Any]:

@@ -35,9 +35,8 @@ from ngpt_train.training.checkpoint.catalogue import newest_undamaged, newest_wi
 from ngpt_train.training.checkpoint.load import load_model, load_state
 from ngpt_train.training.feed import Feed
 from ngpt_train.training.hooks.bad_steps import GoBack, describe, go_back
-from ngpt_train.training.hooks.hook import TrainingRun
 from ngpt_train.training.hooks.stopping import Patience, StopRequest
-from ngpt_train.training.loop import train
+from ngpt_train.training.loop import TrainingRun, train
 from ngpt_train.training.run_directory import DONE, RunDirectory, describe_start, initial_checkpoint
 from ngpt_train.training.state import TrainState, build_state, check_kernels
 from ngpt_train.verbs.train_hooks import add_hooks

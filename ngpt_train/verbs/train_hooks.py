@@ -22,11 +22,11 @@ from ngpt_train.observe.train_records import TrainRecords
 from ngpt_train.training.checkpoint.catalogue import step_of
 from ngpt_train.training.checkpoint.save import Checkpoints
 from ngpt_train.training.hooks.bad_steps import Rollback, SkippedSteps, go_back_every
-from ngpt_train.training.hooks.hook import Hook, TrainingRun
 from ngpt_train.training.hooks.replicas import Replicas
 from ngpt_train.training.hooks.saving import SaveCheckpoints
 from ngpt_train.training.hooks.stopping import StopTogether
 from ngpt_train.training.hooks.watchdog import Watchdog
+from ngpt_train.training.loop import Hook, TrainingRun
 from ngpt_train.training.run_directory import RunDirectory
 from ngpt_train.training.state import TrainState
 from ngpt_train.verbs.train_notes import Notes

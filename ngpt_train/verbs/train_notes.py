@@ -12,7 +12,7 @@ from ngpt_train.evaluation.in_training import Validations
 from ngpt_train.evaluation.validation import Evaluations, unigram_loss
 from ngpt_train.training.checkpoint.catalogue import list_checkpoints, step_of
 from ngpt_train.training.hooks.bad_steps import record_of
-from ngpt_train.training.hooks.hook import Hook, TrainingRun
+from ngpt_train.training.loop import Hook, TrainingRun
 from ngpt_train.training.run_directory import RunDirectory
 from ngpt_train.training.state import TrainState
 

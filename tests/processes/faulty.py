@@ -1,17 +1,22 @@
-"""`python -m tests.processes.faulty FAULT train ...`: the trainer with a fault."""
+"""`python -m tests.processes.faulty FAULT [RANGES] train ...`: the trainer with a fault, mostly of rank 1."""
 
+import json
+import math
 import os
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from ngpt_train.__main__ import run
+from ngpt_train.data import TrainLoader
 from ngpt_train.evaluation.validation import Evaluations
-from ngpt_train.training import loop
+from ngpt_train.training import loop, train_step
 from ngpt_train.training.checkpoint import catalogue
+from ngpt_train.training.state import TrainState
 from ngpt_train.verbs import train
 
 CLOCK = time.time
@@ -52,7 +57,7 @@ def slow_check() -> None:
 
 
 def slow_validation() -> None:
-    slow(Evaluations, "row_losses", 16)
+    slow(Evaluations, "row_losses", 12)
 
 
 def jumping() -> None:
@@ -73,8 +78,35 @@ def hanging() -> None:
         before(loop, "train_step", sleeping_beauty)
 
 
+def bad_rows() -> None:
+    """On all ranks. RANGES of rows, whatever the ranks and restarts: [first row, last row, kind], which is `nonsense`,
+    targets that follow no rule, or `infinite`, a loss whose gradients are not finite."""
+    bad = json.loads(sys.argv.pop(1))
+    take, kinds = TrainLoader.__next__, set[str]()
+
+    def spoiled(self: TrainLoader) -> Any:
+        first = self._rows
+        batches, position = take(self)
+        kinds.clear()
+        kinds.update(kind for begin, end, kind in bad if begin < self._rows and first <= end)
+        if "nonsense" in kinds:
+            noise = np.random.default_rng(first + self._share.rank)
+            batches = [(tokens, noise.integers(1, 256, targets.shape), *rest) for tokens, targets, *rest in batches]
+        return batches, position
+
+    def step(state: TrainState, micro_batches: Any, **options: Any) -> Any:
+        factor = math.inf if "infinite" in kinds else 1.0
+        handle = state.forward.register_forward_hook(lambda _, __, out: out._replace(total=out.total * factor))
+        result = train_step(state, micro_batches, **options)
+        handle.remove()
+        return result
+
+    TrainLoader.__next__ = spoiled  # type: ignore[method-assign]
+    loop.train_step = step
+
+
 if __name__ == "__main__":
     fault = globals()[sys.argv.pop(1)]
-    if fault is paced or os.environ["RANK"] == "1":
+    if fault in (paced, bad_rows) or os.environ["RANK"] == "1":
         fault()
     run()

@@ -16,8 +16,9 @@ from typing import Any
 
 from ngpt_train.__main__ import run
 from ngpt_train.training import TrainState
-from ngpt_train.training.checkpoint import background, save, tensor_files
+from ngpt_train.training.checkpoint import save, tensor_files
 from ngpt_train.training.checkpoint.catalogue import NAME
+from ngpt_train.training.hooks import saving
 
 SLEEP = 2.0  # seconds
 POINTS = ["staged", "writing", "written", "checksummed", "before-rename", "after-rename", "pruning"]
@@ -50,16 +51,16 @@ def main() -> None:
 
         setattr(owner, name, wrapped)
 
-    begin = background.Saves.save
+    begin = saving.Saves.save
 
-    def begun(self: background.Saves, state: TrainState, *others: Any) -> None:
+    def begun(self: saving.Saves, state: TrainState, *others: Any) -> None:
         at[""] = state.step
         begin(self, state, *others)
         if mine and action == "fail" and self._thread is not None:
             self._thread.join()  # so that the failure is known in this step, however busy the machine is
 
-    background.Saves.save = begun  # type: ignore[method-assign]
-    around(background.Staging, "wait", after="staged")
+    saving.Saves.save = begun  # type: ignore[method-assign]
+    around(saving.Staging, "wait", after="staged")
     around(tensor_files, "_bytes", before="writing")  # of the first tensor: the header is written, it is not
     around(save, "write_tensors", after="written")
     around(save, "differences", after="checksummed")

@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -141,7 +142,15 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(where)], check=True)
 
 
-def test_a_disk_that_fills_up(tmp_path: Path, corpus: Path, disk: Path) -> None:
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Any:
+    """Losses, norms, rates and tokens of 30 steps of two ranks."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    train(arguments(directory, corpus, "train.steps=30"), ranks=2)
+    return numbers(directory / "runs/test")
+
+
+def test_a_disk_that_fills_up(tmp_path: Path, corpus: Path, disk: Path, undisturbed: Any) -> None:
     """Checkpoints are not written, the end says so with code 3, and the same command goes on when there is room."""
     given = arguments(tmp_path, corpus, f"run.root={disk}", "train.steps=30")
     process = faulty("paced", given)
@@ -158,8 +167,7 @@ def test_a_disk_that_fills_up(tmp_path: Path, corpus: Path, disk: Path) -> None:
     assert re.search(r"error: The checkpoint .* could not be written: .* MB are missing", output), output
     assert re.search(r"exitcode +: 3", output), output
     train(given, ranks=2)
-    train(arguments(tmp_path, corpus, "train.steps=30"), ranks=2)
-    assert numbers(disk / "test") == numbers(tmp_path / "runs/test")
+    assert numbers(disk / "test") == undisturbed
 
 
 def test_a_read_only_disk_at_the_start(tmp_path: Path, corpus: Path, disk: Path) -> None:
@@ -208,7 +216,12 @@ def shut_down(where: Path, trigger: Path) -> None:
     ("fail", "reason"), [(turn_read_only, "Read-only file system"), (shut_down, "Input/output error")]
 )
 def test_a_disk_that_fails_meanwhile(
-    tmp_path: Path, corpus: Path, failing_disk: tuple[Path, Path], fail: Callable[[Path, Path], None], reason: str
+    tmp_path: Path,
+    corpus: Path,
+    failing_disk: tuple[Path, Path],
+    undisturbed: Any,
+    fail: Callable[[Path, Path], None],
+    reason: str,
 ) -> None:
     """The run trains on to its end, which is code 3; on the mended disk the same command goes on. Caught: a traceback,
     a hang, a rank that goes on alone, a checkpoint that is taken although it is not whole."""
@@ -229,8 +242,7 @@ def test_a_disk_that_fails_meanwhile(
     subprocess.run(["fsck.ext4", "-p", "-f", str(mended)], check=False, capture_output=True)
     subprocess.run(["mount", "-o", "loop", str(mended), str(where)], check=True)
     train(given, ranks=2)
-    train(arguments(tmp_path, corpus, "train.steps=30"), ranks=2)
-    assert numbers(where / "runs/test") == numbers(tmp_path / "runs/test")
+    assert numbers(where / "runs/test") == undisturbed
 
 
 def test_a_clock_that_jumps(tmp_path: Path, corpus: Path) -> None:

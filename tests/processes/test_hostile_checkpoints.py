@@ -81,23 +81,36 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", [TENSORS, "config.yaml", "state.json", "MANIFEST.json", "tokenizer.json"])
-def test_an_older_checkpoint_takes_the_place_of_a_damaged_one(directory: Path, corpus: Path, name: str) -> None:
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        *((flip, name) for name in (TENSORS, "state.json", "MANIFEST.json", "tokenizer.json")),
+        (lambda path: path.write_text("{"), "config.yaml"),
+        (cut, TENSORS),
+        (Path.unlink, TENSORS),
+    ],
+)
+def test_an_older_checkpoint_takes_the_place_of_a_damaged_one(
+    directory: Path, corpus: Path, damage: Callable[[Path], object], name: str
+) -> None:
     """Caught: a run that ends because its newest checkpoint is damaged; one that goes on without a word; a damaged one
-    that is deleted."""
-    if name == "config.yaml":
-        (checkpoint(directory) / name).write_text("{")
-    else:
-        flip(checkpoint(directory) / name)
+    that is deleted; a cut file or a missing one, that is not noticed or ends in a traceback."""
+    damage(checkpoint(directory) / name)
     before = numbers(directory / "runs/test")
     finished = run("train", given(directory, corpus))
     assert finished.returncode == 0, finished.stderr
     assert f"goes on from {checkpoint(directory, 4)}" in finished.stderr
     assert "is damaged" in finished.stderr or "missing or damaged" in finished.stderr
-    assert (directory / "runs/test/checkpoints/damaged-step_00000006" / TENSORS).is_file()
+    kept = directory / "runs/test/checkpoints/damaged-step_00000006"
+    assert (kept / TENSORS).is_file() == (damage is not Path.unlink)
     start = json.loads((directory / "runs/test/run.json").read_text())["starts"][-1]
     assert start["step"] == 4
     assert list(start["damaged"]) == ["step_00000006"]
+    assert name in start["damaged"]["step_00000006"]
     after = numbers(directory / "runs/test")
     assert {step: after[step] for step in before} == before, "steps 5 and 6 are repeated to the bit"
     assert sorted(after) == list(range(1, 9))

@@ -41,7 +41,7 @@ def test_every_table_is_in_the_sample() -> None:
     ("row", "parameters"), [("ngpt_runs/gpt_1b_8k", "1,025,731,840"), ("tnt_table2/baseline_gelu", "333,927,936")]
 )
 def test_plan_is_a_command(row: str, parameters: str) -> None:
-    """As typed, in a process of its own, without a network, a vocabulary or a cache."""
+    """Without a network, a vocabulary or a cache."""
     planned = run("plan", [f"experiment=paper/{row}"])
     assert (planned.returncode, "Traceback" in planned.stderr) == (0, False)
     assert re.search(rf"^  total +{parameters}$", planned.stdout, re.MULTILINE)

@@ -147,22 +147,6 @@ def test_resume_never_and_must(directory: Path, corpus: Path, capsys: pytest.Cap
     assert "no checkpoint" in refused(directory, corpus, capsys, 3, "run.resume=must", "run.name=new")
 
 
-@pytest.mark.parametrize("damage", ["cut", "delete"])
-def test_damaged_checkpoint(directory: Path, corpus: Path, damage: str) -> None:
-    """A flipped bit is in test_hostile_checkpoints.py. Caught: a cut file or a missing one, that is not noticed or ends
-    in a traceback."""
-    file = directory / "runs/test/checkpoints/step_00000004/shard-00001-model-00001-of-00001.safetensors"
-    if damage == "delete":
-        file.unlink()
-    else:
-        file.write_bytes(file.read_bytes()[:-100])
-    assert main(["train", *arguments(directory, corpus, "train.steps=6", "checkpoint.every=2")]) == 0
-    start = json.loads((directory / "runs/test/run.json").read_text())["starts"][-1]
-    assert start["step"] == 2
-    assert file.name in start["damaged"]["step_00000004"]
-    assert sorted(records(directory / "runs/test")) == [1, 2, 3, 4, 5, 6]
-
-
 def test_weights_of_another_version(
     directory: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

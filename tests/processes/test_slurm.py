@@ -33,19 +33,20 @@ def fakes(tmp_path: Path) -> Path:
     return directory
 
 
-def start(fakes: Path, given: list[str], restarts: int = 0) -> subprocess.Popen[str]:
-    slurm = {
+def start(fakes: Path, given: list[str], restarts: int = 0, ranks: int = 1) -> subprocess.Popen[str]:
+    variables = {
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_JOB_NUM_NODES": "1",
         "SLURM_JOB_NODELIST": "localhost",
         "SLURM_RESTART_COUNT": str(restarts),
+        "FAKES": str(fakes),
+        "GPUS": str(ranks),
+        "PYTHON": sys.executable,
+        "PATH": f"{fakes}:{os.environ['PATH']}",
     }
-    environment = fork_server.environment() | slurm | {"FAKES": str(fakes), "GPUS": "2", "PYTHON": sys.executable}
-    environment["PATH"] = f"{fakes}:{environment['PATH']}"
-    environment["OMP_NUM_THREADS"] = "1"
     return subprocess.Popen(
         ["bash", str(SCRIPT), *given],
-        env=environment,
+        env=fork_server.environment() | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -73,8 +74,8 @@ def test_a_job_without_a_name_is_refused(fakes: Path) -> None:
 @pytest.mark.slow
 def test_a_job_that_is_queued_again_at_its_time_limit(fakes: Path, tmp_path: Path, corpus: Path) -> None:
     """Caught: steps that are lost or repeated, a job that is not queued again, one that overwrites its own run."""
-    given = arguments(tmp_path, corpus, "train.steps=60", "checkpoint.every=0", "train.batch_rows=64")
-    process = start(fakes, [*given, "run.overwrite=true"])
+    given = arguments(tmp_path, corpus, "train.steps=60", "checkpoint.every=0", "train.batch_rows=16")
+    process = start(fakes, [*given, "run.overwrite=true"], ranks=2)
     wait_for_step(tmp_path / "runs/test", 4)
     os.kill(process.pid, signal.SIGUSR1)  # as --signal=B:USR1@300 does
     output = process.communicate(timeout=100)[0]
@@ -83,7 +84,7 @@ def test_a_job_that_is_queued_again_at_its_time_limit(fakes: Path, tmp_path: Pat
     assert requeued(fakes) == 1
     last = json.loads((tmp_path / "runs/test/exit.json").read_text())["step"]
     assert 4 <= last < 60
-    process = start(fakes, [*given, "run.overwrite=true"], restarts=1)
+    process = start(fakes, [*given, "run.overwrite=true"], restarts=1, ranks=2)
     output = process.communicate(timeout=200)[0]
     assert process.returncode == 0, output
     assert f"resumed at step {last}" in output

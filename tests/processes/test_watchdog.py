@@ -53,7 +53,7 @@ def test_a_rank_that_never_comes_back_from_a_step(tmp_path: Path, corpus: Path) 
 @pytest.mark.slow
 def test_a_long_validation_is_no_hang(tmp_path: Path, corpus: Path) -> None:
     """Caught: ranks that wait for another's validation, checkpoint or rows and take it for hung."""
-    given = arguments(tmp_path, corpus, "train.steps=9", "parallel.hang_seconds=8", "eval.every=8")
+    given = arguments(tmp_path, corpus, "train.steps=9", "parallel.hang_seconds=6", "eval.every=8")
     process = start(given, 2, program=("tests.processes.faulty", "slow_validation", "train"))
     output = process.communicate(150)[0]
     assert process.returncode == 0, output[-3000:]

@@ -1,6 +1,8 @@
 """Small training runs: their config and rows that can be learned."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,13 +77,30 @@ def padded_rows(rows: int, context: int, size: Size, seed: int) -> tuple[Tensor,
     return tokens, targets, doc_ids
 
 
+def rows_of(name: str, rows: int, context: int, size: Size, seed: int) -> tuple[Tensor, ...]:
+    """A batch for an architecture: padded_rows with an encoder, else text_like_rows."""
+    if ARCHITECTURES[name].has_encoder:
+        return padded_rows(rows, context, size, seed)
+    return text_like_rows(rows, context, size.vocab_size, seed)
+
+
 def micro_batches(name: str, size: Size, rows: int, context: int, seed: int, n: int = 2) -> list[tuple[Tensor, ...]]:
     """The rows of a step of the architecture `name`, in `n` micro batches; not all rows count as many targets."""
-    if ARCHITECTURES[name].has_encoder:
-        batch: tuple[Tensor, ...] = padded_rows(rows, context, size, seed)
-    else:
-        batch = text_like_rows(rows, context, size.vocab_size, seed)
-    return list(zip(*(part.chunk(n) for part in batch), strict=True))
+    return list(zip(*(part.chunk(n) for part in rows_of(name, rows, context, size, seed)), strict=True))
+
+
+@contextmanager
+def infinite_loss(state: TrainState, cross_entropy: float = 1.0) -> Iterator[None]:
+    """Inside, the loss of a step and its gradients are infinite. cross_entropy: a factor of the reported loss."""
+
+    def poison(module: Any, inputs: Any, output: Any) -> Any:
+        if not module.training:
+            return output
+        return output._replace(total=output.total * torch.inf, cross_entropy=output.cross_entropy * cross_entropy)
+
+    handle = state.forward.register_forward_hook(poison)
+    yield
+    handle.remove()
 
 
 def held(state: TrainState) -> dict[str, Tensor]:

@@ -143,25 +143,6 @@ def test_room_for_documents() -> None:
     assert len(packed(torch.zeros(3, 8192, dtype=torch.long), varlen).boundaries) == 3 * 256 + 1
 
 
-@pytest.mark.parametrize("package", ["torch", "2", "3", "4"])
-@pytest.mark.parametrize("size", [SMALL, GROUPED], ids=["small", "grouped"])
-def test_what_the_kernels_are_told(package: str, size: Size, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's kernel is chosen, and gets scale, causality and grouped heads. (It does not run here.)
-
-    Caught: a scale that is not handed on, the words of one package given to the other.
-    """
-    install(monkeypatch, *([] if package == "torch" else [package]))
-    kernel, name, _ = find_varlen.__wrapped__(GPU, 64, torch.bfloat16)
-    assert name == ("torch's" if package == "torch" else f"flash-attn {package}'s") + " varlen for documents"
-
-    model, _ = jittered(DECODERS["ngpt"], size)
-    tokens, targets, doc_ids = rows(size)
-    expected = gradients(model, (tokens, targets, doc_ids))
-    monkeypatch.setattr(documents, "varlen_kernel", lambda *_: kernel)
-    for key, x in gradients(model, (tokens, targets, doc_ids)).items():
-        torch.testing.assert_close(x, expected[key], rtol=1e-9, atol=1e-9, msg=key)
-
-
 def test_where_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caught: a kernel where it has no backward pass, or none at all."""
     install(monkeypatch, capability=(8, 0))

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from ngpt_train.kernels.dropout import row_seeds
 from ngpt_train.kernels.norm import normalize
+from ngpt_train.kernels.rotary import rotate
 from ngpt_train.models import build_model, export_weights, load_weights
 from ngpt_train.models.layers.dropout import seeded
 from ngpt_train.models.layers.norms import normalize_rows_
-from ngpt_train.models.layers.rope import rope_table, rotate
+from ngpt_train.models.layers.rope import rope_table
 from ngpt_train.models.ngpt.keys import ReferenceConfig
 from ngpt_train.models.ngpt.model import riemannian, slerp
 from ngpt_train.models.weights import by_path

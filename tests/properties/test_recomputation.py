@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ngpt_train.training import build_state, train_step
 from ngpt_train.training.state import TrainState
 from tests.properties.architectures import ARCHITECTURES, SMALL
-from tests.properties.runs import held, padded_rows, run_config, text_like_rows
+from tests.properties.runs import held, rows_of, run_config
 from tests.reference.training import Recipe
 
 ROWS, CONTEXT, STEPS = 4, 24, 3
@@ -44,11 +44,7 @@ def run(name: str, kind: str, options: list[str]) -> tuple[TrainState, list[tupl
     state = build_state(run_config(name, SIZE, RECIPE, rows=ROWS, context=CONTEXT, micro_rows=2, options=more))
     found = []
     for step in range(STEPS):
-        rows = (
-            padded_rows(ROWS, CONTEXT, SIZE, seed=step)
-            if ARCHITECTURES[name].has_encoder
-            else text_like_rows(ROWS, CONTEXT, SIZE.vocab_size, seed=step)
-        )
+        rows = rows_of(name, ROWS, CONTEXT, SIZE, seed=step)
         with Products() as products:
             result = train_step(state, list(zip(*(part.chunk(2) for part in rows), strict=True)))
         found.append((result.loss.item(), result.grad_norm.item()))

@@ -34,41 +34,31 @@ FIELDS = ("lr", *BUDGETS, *TEXTS, "extrapolation")
 NEAR = 2.0
 
 
-@dataclass(frozen=True)
-class Run:
-    """The run that a learning rate is looked up for."""
-
-    model: str
-    context: int
-    tokens: int
-    steps: int
-
-
-def look_up(row: Mapping[int, Any], run: Run) -> tuple[float, str]:
-    """The learning rate of one scale for a run, and in words where it is from.
+def look_up(row: Mapping[int, Any], model: str, context: int, run: Mapping[str, int]) -> tuple[float, str]:
+    """The learning rate of one scale for a run of `model` at `context`, whose tokens and steps are `run`; and in words
+    where it is from.
 
     Of the contexts the longest within the run's counts, else the shortest there is; of its entries the one whose budget
     is nearest by its logarithm, of two as near the larger. An entry for another context or architecture, or for budgets
     further than NEAR from the run's, is an extrapolation, as is one that says so.
     """
-    within = [context for context in row if context <= run.context]
-    context = max(within) if within else min(row)
-    entries = row[context] if isinstance(row[context], list) else [{"lr": row[context]}]
+    nearest = max((each for each in row if each <= context), default=min(row))
+    entries = row[nearest] if isinstance(row[nearest], list) else [{"lr": row[nearest]}]
     entry = min(entries, key=lambda entry: (round(_distance(entry, run), 6), -_budget(entry)[1]))
     beyond = all(_distance(entry, run) > math.log(NEAR) for entry in entries) and not _between(entries, run)
-    elsewhere = context != run.context or beyond
-    for_another = entry.get("model", run.model) != run.model
+    elsewhere = nearest != context or beyond
+    for_another = entry.get("model", model) != model
 
     unit, budget = _budget(entry)
     amount = f"{_amount(budget, unit)} at " if budget else ""
-    text = f"{entry.get('source', 'optim.lr_table')} ({amount}context {context})"
+    text = f"{entry.get('source', 'optim.lr_table')} ({amount}context {nearest})"
     if entry.get("extrapolation", False) or elsewhere or for_another:
         text = f"an extrapolation: {text}"
     if for_another:
         text += f"; it is {entry['model']}'s"
     if elsewhere:
-        of_run = f"{_amount(run.steps if unit == 'steps' else run.tokens, unit)} at " if budget else ""
-        text += f"; this run has {of_run}context {run.context}"
+        of_run = f"{_amount(run[unit], unit)} at " if budget else ""
+        text += f"; this run has {of_run}context {context}"
     return float(entry["lr"]), text
 
 
@@ -77,17 +67,16 @@ def _budget(entry: Mapping[str, Any]) -> tuple[str, float]:
     return next(((unit, float(entry[unit])) for unit in BUDGETS if unit in entry), ("tokens", 0.0))
 
 
-def _distance(entry: Mapping[str, Any], run: Run) -> float:
+def _distance(entry: Mapping[str, Any], run: Mapping[str, int]) -> float:
     """Between the logarithms of the budgets."""
     unit, budget = _budget(entry)
-    return abs(math.log((run.steps if unit == "steps" else run.tokens) / budget)) if budget else 0.0
+    return abs(math.log(run[unit] / budget)) if budget else 0.0
 
 
-def _between(entries: list[dict[str, Any]], run: Run) -> bool:
+def _between(entries: list[dict[str, Any]], run: Mapping[str, int]) -> bool:
     """Whether the run's budget is between those of the entries."""
-    own = run.steps if _budget(entries[0])[0] == "steps" else run.tokens
-    budgets = [_budget(entry)[1] for entry in entries]
-    return min(budgets) <= own <= max(budgets)
+    units, budgets = zip(*map(_budget, entries), strict=True)
+    return bool(min(budgets) <= run[units[0]] <= max(budgets))
 
 
 def _amount(budget: float, unit: str) -> str:
@@ -220,7 +209,7 @@ class OptimConfig:
             raise mistake(f"optim.lr=auto: {problem}", "Set optim.lr=NUMBER")
         steps, context = config.train.steps, config.model.context
         tokens = steps * config.train.rows_per_step * context
-        return look_up(row, Run(config.model.name, context, tokens, steps))
+        return look_up(row, config.model.name, context, {"tokens": tokens, "steps": steps})
 
     def conflicts(self) -> Iterator[Conflict]:
         """Keys that exclude each other."""

@@ -17,34 +17,13 @@ if TYPE_CHECKING:
 
 # The names of analysis/paper_figures.py, which cannot be imported before torch; a test compares them.
 FIGURES = (
-    "ngpt_4",
-    "ngpt_5",
-    "ngpt_6",
-    "ngpt_10",
-    "ngpt_11",
-    "ngpt_12",
-    "ngpt_14",
-    "normformer_3",
-    "normformer_4",
-    "normformer_6",
-    "normformer_7",
-    "powernorm_2",
-    "powernorm_3",
-    "powernorm_4",
-    "powernorm_6",
-    "tnt_3",
-    "tnt_4",
+    *("ngpt_4", "ngpt_5", "ngpt_6", "ngpt_10", "ngpt_11", "ngpt_12", "ngpt_14"),
+    *("normformer_3", "normformer_4", "normformer_6", "normformer_7"),
+    *("powernorm_2", "powernorm_3", "powernorm_4", "powernorm_6", "tnt_3", "tnt_4"),
 )
 LIVE_FIGURES = (
-    "ngpt_6_live",
-    "normformer_3_live",
-    "normformer_4_live",
-    "normformer_6_live",
-    "normformer_7_live",
-    "powernorm_2_live",
-    "powernorm_4_live",
-    "tnt_3_live",
-    "tnt_4_live",
+    *("ngpt_6_live", "normformer_3_live", "normformer_4_live", "normformer_6_live", "normformer_7_live"),
+    *("powernorm_2_live", "powernorm_4_live", "tnt_3_live", "tnt_4_live"),
 )
 # The names of interop/layouts/, which cannot be imported before torch; a test compares them.
 LAYOUTS = ("llama", "qwen3", "ngpt", "safetensors")

@@ -9,6 +9,7 @@ import hashlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
@@ -111,16 +112,6 @@ def _download(kind: str, copy: tuple[str, str, str], otherwise: str) -> bytes:
     )
 
 
-def _llama2() -> bytes:
-    return _download(
-        "llama2", LLAMA2_COPY, "tokenizer=mistral32k, or tokenizer=sentencepiece, which is trained on your text"
-    )
-
-
-def _t5() -> bytes:
-    return _download("t5", T5_COPY, "another tokenizer")
-
-
 def _mistral32k() -> bytes:
     path = package_file(*MISTRAL_FILE)
     if path is None:
@@ -131,6 +122,10 @@ def _mistral32k() -> bytes:
     return path.read_bytes()
 
 
+_llama2 = partial(
+    _download, "llama2", LLAMA2_COPY, "tokenizer=mistral32k, or tokenizer=sentencepiece, which is trained on your text"
+)
+_t5 = partial(_download, "t5", T5_COPY, "another tokenizer")
 PINNED = {
     pinned.name: pinned
     for pinned in (

@@ -47,7 +47,8 @@ class SentencePieceTokenizer:
 
     def encode(self, text: str) -> Ids:
         if self._space_symbol is not None and SPACE_SYMBOL in text:
-            return np.array(self._encode_around_space_symbol(text), np.int32)
+            first, *rest = self._processor.encode(text.split(SPACE_SYMBOL), out_type=int)
+            return np.array(first + [i for part in rest for i in [*self._space_symbol, *part]], np.int32)
         return np.array(self._processor.encode(text), np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -65,11 +66,6 @@ class SentencePieceTokenizer:
         ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_SYMBOL.encode()]
         adds_space = self._processor.encode("a", out_type=str)[0].startswith(SPACE_SYMBOL)
         return None if adds_space or not all(map(self._processor.is_byte, ids)) else ids
-
-    def _encode_around_space_symbol(self, text: str) -> list[int]:
-        assert self._space_symbol is not None
-        first, *rest = self._processor.encode(text.split(SPACE_SYMBOL), out_type=int)
-        return first + [i for part in rest for i in [*self._space_symbol, *part]]
 
 
 def train_sentencepiece(corpus: Iterable[str], vocab_size: int) -> bytes:

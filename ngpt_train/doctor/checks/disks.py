@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.core.files import text_of
 from ngpt_train.distributed.compilation import machine, why_unusable
 from ngpt_train.doctor.bounded import Report
 from ngpt_train.doctor.findings import (
@@ -45,7 +46,7 @@ def look(config: Config, place: Place, token: str, checkpoint_bytes: int, report
     """On the first rank of each host. token: a new name, equal on all ranks."""
     run = RunDirectory(config)
     try:
-        report(checkpoint=str(run.check(config) or ""), holder=_left_lock(run.path / "lock"))
+        report(checkpoint=str(run.check(config) or ""), holder=text_of(run.path / "lock"))
     except (ConfigError, DataError) as error:
         report(refused=str(error), code=error.exit_code)
     root = Path(config.run.root).expanduser().absolute()
@@ -77,14 +78,6 @@ def _unwritable(directory: Path) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     return None
-
-
-def _left_lock(path: Path) -> str:
-    """The text of a lock file; empty if there is none."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def _see(root: Path, place: Place, token: str) -> dict[str, Any]:

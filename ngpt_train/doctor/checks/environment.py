@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ngpt_train.config.schema import Config
+from ngpt_train.core.files import text_of
 from ngpt_train.doctor.bounded import Report
 from ngpt_train.doctor.findings import OK, WARNING, WRONG, Answer, Finding, differences, gb, of_each, unchecked
-from ngpt_train.training.checkpoint.background import available_memory
+from ngpt_train.training.hooks.saving import available_memory
 
 LIMITS = {"open files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
 UNLIMITED = "unlimited"
@@ -44,7 +45,8 @@ def look(report: Report) -> None:
     """Limits, CPUs, memory and variables of this rank."""
     limits = {name: resource.getrlimit(kind)[0] for name, kind in LIMITS.items()}
     report(limits={name: UNLIMITED if n == resource.RLIM_INFINITY else n for name, n in limits.items()})
-    report(cpus=usable_cpus(), memory=available_memory(), tasks=_number("/sys/fs/cgroup/pids.max"))
+    tasks = text_of(Path("/sys/fs/cgroup/pids.max"))
+    report(cpus=usable_cpus(), memory=available_memory(), tasks=int(tasks) if tasks.isdecimal() else None)
     try:
         shm = os.statvfs("/dev/shm")
         report(shm=shm.f_frsize * shm.f_blocks, shm_free=shm.f_frsize * shm.f_bavail)
@@ -54,21 +56,11 @@ def look(report: Report) -> None:
     report(interfaces=[name for _, name in socket.if_nameindex()], infiniband=Path("/sys/class/infiniband").is_dir())
 
 
-def _number(path: str) -> int | None:
-    try:
-        return int(Path(path).read_text())
-    except (OSError, ValueError):  # no such limit, or `max`
-        return None
-
-
 def usable_cpus() -> float:
     """The CPUs of this process, by its affinity and its container's quota."""
     cpus = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return cpus if quota == "max" else min(cpus, int(quota) / int(period))
-    except (OSError, ValueError):
-        return cpus
+    quota, _, period = text_of(Path("/sys/fs/cgroup/cpu.max")).partition(" ")
+    return min(cpus, int(quota) / int(period)) if quota.isdecimal() and period.isdecimal() else cpus
 
 
 def judge(config: Config, answers: Sequence[Answer], on_gpus: bool, memory_of_a_rank: int | None) -> Iterator[Finding]:

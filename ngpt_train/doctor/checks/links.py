@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ngpt_train.config.schema import Config
+from ngpt_train.core.files import text_of
 from ngpt_train.distributed.world import resolve_device
 from ngpt_train.doctor.bounded import Report
 from ngpt_train.doctor.checks.devices import nvidia_smi
@@ -147,22 +148,17 @@ def link_speeds(device: torch.device) -> dict[str, float | None]:
 def infiniband(system: Path = Path("/sys")) -> float | None:
     """The sum of all active InfiniBand or RoCE ports."""
     ports = [
-        _text(port / "rate") for port in system.glob("class/infiniband/*/ports/*") if "ACTIVE" in _text(port / "state")
+        text_of(port / "rate")
+        for port in system.glob("class/infiniband/*/ports/*")
+        if "ACTIVE" in text_of(port / "state")
     ]
     return sum(float(rate.split()[0]) for rate in ports if rate) * 1e9 / 8 or None
 
 
 def ethernet(system: Path = Path("/sys")) -> float | None:
     """The fastest active interface."""
-    up = [_text(at / "speed") for at in system.glob("class/net/*") if _text(at / "operstate") == "up"]
+    up = [text_of(at / "speed") for at in system.glob("class/net/*") if text_of(at / "operstate") == "up"]
     return max((int(speed) for speed in up if speed.isdecimal()), default=0) * 1e6 / 8 or None  # -1: unknown
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def nvlink(device: torch.device) -> float | None:

@@ -11,7 +11,7 @@ that, as in training (data/rows.py: PrefixContinuation).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,14 +33,6 @@ from ngpt_train.models.decoder import Decoder
 MOST_NEW_TOKENS = 256  # the harness's own default
 MOST_LOGITS = 1 << 27  # numbers among the logits of one forward pass
 Ids = list[int]
-
-
-def no_whole_texts(tasks: Iterable[str]) -> ConfigError:
-    """An encoder-decoder cannot answer these tasks."""
-    return ConfigError(
-        f"tasks: {', '.join(sorted(tasks))} wants the probability of whole texts. An encoder-decoder gives none to the "
-        "beginning of a text, which its encoder reads\n  Leave it out"
-    )
 
 
 class Adapter(TemplateLM):
@@ -83,9 +75,6 @@ class Adapter(TemplateLM):
             before, after = whole[:same] or [self.eot_token_id], whole[same:]
         return before, after
 
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        return super().loglikelihood(requests, disable_tqdm=True)
-
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, Ids, Ids]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
@@ -98,11 +87,12 @@ class Adapter(TemplateLM):
 
         As in the harness, the eos in front of a text is a target too, after another eos.
         """
-        if self._source:
-            raise no_whole_texts({request.task_name or "a task" for request in requests})
-        of_texts = [
-            [make_disjoint_window(window) for window in self._rolling_windows(request.args[0])] for request in requests
-        ]
+        assert not self._source, "`Tasks` refuses such tasks for an encoder-decoder"
+        of_texts = []
+        for request in requests:
+            ids = self.tok_encode(request.args[0])
+            cut = get_rolling_token_windows(ids, self.eot_token_id, max_seq_len=self.max_length, context_len=1)
+            of_texts.append([make_disjoint_window(window) for window in cut])
         scored = [Scored([*before, *after], len(after)) for text in of_texts for before, after in text]
         log_p, _ = log_likelihoods(self.model, scored, self.world)
         found, first = [], 0
@@ -110,10 +100,6 @@ class Adapter(TemplateLM):
             found.append(float(log_p[first : first + len(text)].sum()))
             first += len(text)
         return found
-
-    def _rolling_windows(self, text: str) -> list[tuple[Ids, Ids]]:
-        ids = self.tok_encode(text)
-        return list(get_rolling_token_windows(ids, self.eot_token_id, max_seq_len=self.max_length, context_len=1))
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Greedy continuations, each up to a stop string, eos or its most tokens."""

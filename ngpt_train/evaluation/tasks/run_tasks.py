@@ -24,11 +24,11 @@ from lm_eval.evaluator import evaluate
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.sections.records import EvalConfig
-from ngpt_train.core.errors import DataError
+from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import write_atomically
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.distributed.world import World
-from ngpt_train.evaluation.tasks.adapter import Adapter, no_whole_texts
+from ngpt_train.evaluation.tasks.adapter import Adapter
 from ngpt_train.evaluation.tasks.task_files import load_tasks
 from ngpt_train.models.decoder import Decoder
 
@@ -132,7 +132,10 @@ class Tasks:
         tasks = self._loaded["tasks"].items()
         whole = [name for name, task in tasks if task.OUTPUT_TYPE == "loglikelihood_rolling"]
         if model.source_length(model.context) and whole:
-            raise no_whole_texts(whole)
+            problem = (
+                f"{', '.join(sorted(whole))} wants the probability of whole texts. An encoder-decoder gives none to"
+            )
+            raise ConfigError(f"tasks: {problem} the beginning of a text, which its encoder reads\n  Leave it out")
         for name in whole:
             task = self._loaded["tasks"][name]
             if not any(map(task.doc_to_target, task.eval_docs)):

@@ -15,6 +15,7 @@ from ngpt_train.config.stored import to_dict
 from ngpt_train.config.validate import check_leaf, report_together
 from ngpt_train.core.errors import DataError
 from ngpt_train.models import build_model
+from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.weights import canonical, named_weights
 
 NOTE = "ngpt_train"  # our own entry of config.json; transformers ignores it
@@ -34,8 +35,8 @@ class Layout:
         return None
 
     def config_json(self, config: ModelConfig) -> dict[str, Any]:
-        """config.json, without token ids and dtype."""
-        return {NOTE: {"layout": self.name, "model": to_dict(Config(model=config))["model"]}}
+        """config.json, without token ids, dtype and the layout's name."""
+        return {NOTE: {"model": to_dict(Config(model=config))["model"]}}
 
     def to_foreign(self, weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
         """Takes canonical names, returns the program's names. Values keep their dtype."""
@@ -73,14 +74,18 @@ def checked_config(keys: Mapping[str, Any], schema: type[Keys], place: str) -> K
     return model
 
 
-def shapes_of(config: ModelConfig, found: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """The shape of each weight of the config's model, by canonical name.
+def empty_model(config: ModelConfig, found: Mapping[str, Tensor]) -> Decoder:
+    """The config's model without values, on the device meta.
 
     Raises DataError if the tensors `found` are fewer than the blocks: a forged config would take all memory.
     """
     check_layers(config.n_layers, found)
     with torch.device("meta"):
-        model = build_model(config)
+        return build_model(config)
+
+
+def shapes_of(model: Decoder) -> dict[str, tuple[int, ...]]:
+    """The shape of each weight, by canonical name."""
     return {
         canonical(path): (rows, *parameter.shape[1:])
         for parameter, parts in named_weights(model)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import DataError
-from ngpt_train.interop.layouts.layout import NOTE, Layout, check_tensors, shapes_of
+from ngpt_train.interop.layouts.layout import NOTE, Layout, check_tensors, empty_model, shapes_of
 from ngpt_train.models.gpt.keys import GPTConfig
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
@@ -96,7 +96,7 @@ class LlamaLayout(Layout):
             "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
             "rope_theta": config.rope_base,  # for transformers before 5
             **({"use_sliding_window": False, "sliding_window": None} if self.qk_norm else {"mlp_bias": False}),
-            NOTE: {"layout": self.name, "rope_layout": config.rope_layout},
+            NOTE: {"rope_layout": config.rope_layout},
         }
 
     def to_foreign(self, weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -113,7 +113,7 @@ class LlamaLayout(Layout):
             if not torch.equal(output, weights.get(EMBEDDING, output[:0])):
                 problem = f"tie_word_embeddings=true, but {OUTPUT} is not {EMBEDDING}"
                 raise DataError(f"config.json: {problem}. Set tie_word_embeddings to false")
-        shapes, places = shapes_of(config, weights), names(config)
+        shapes, places = shapes_of(empty_model(config, weights)), names(config)
         wanted = {
             place: shapes[name][::-1] if name.rpartition(".")[2] in TRANSPOSED else shapes[name]
             for name, place in places.items()

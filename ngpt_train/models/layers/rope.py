@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import torch
 
-from ngpt_train.kernels.rotary import Rope, rotate
+from ngpt_train.kernels.rotary import Rope
 
-__all__ = ["UNSCALED", "Rope", "RopeScaling", "rope_table", "rotate"]
+__all__ = ["UNSCALED", "Rope", "RopeScaling", "rope_table"]
 
 
 class RopeScaling(NamedTuple):

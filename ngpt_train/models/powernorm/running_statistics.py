@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ngpt_train.models.decoder import Decoder, Head
 from ngpt_train.models.layers.documents import Mask
-from ngpt_train.models.layers.norms import Map
+from ngpt_train.models.layers.norms import Map, identity
 from ngpt_train.models.layers.rope import Rope
 from ngpt_train.models.powernorm.keys import PowerNormConfig
 
@@ -59,8 +59,9 @@ class NormOverBatch(nn.Module):
         self.gain, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
         for name, value in self.starts.items():
             self.register_buffer(name, torch.full((size,), value), persistent=False)
-        # Sums a tensor over ranks, with a gradient. distributed/layouts.py sets it if statistics are synchronised.
-        self.over_ranks: Callable[[Tensor], Tensor] = this_rank_alone
+        # Sums a tensor over ranks, with a gradient; the identity where each rank has statistics of its own.
+        # distributed/layouts.py sets it if statistics are synchronised.
+        self.over_ranks: Map = identity
         # Sees the statistics of each batch in training before they move the running ones; set for telemetry alone.
         self.on_batch: Callable[[BatchStatistics], None] | None = None
 
@@ -156,11 +157,6 @@ class NormPass:
     def _over_batch(self, norm: NormOverBatch, x: Tensor) -> Tensor:
         y, self.batches[norm.place] = norm(x, self.valid, self.running[norm.place])
         return y
-
-
-def this_rank_alone(x: Tensor) -> Tensor:
-    """The "sum over ranks" where each rank has statistics of its own: x itself."""
-    return x
 
 
 def move_average_(mean: Tensor, value: Tensor, share: Tensor | float) -> None:

@@ -13,7 +13,7 @@ from ngpt_train.observe.telemetry import Numbers, Part
 from ngpt_train.observe.telemetry.batch_distances import RunningStatistics
 from ngpt_train.observe.telemetry.scores import AttentionScores
 from ngpt_train.observe.telemetry.weight_numbers import Vectors, WeightChanges
-from ngpt_train.training.hooks.hook import Hook, TrainingRun, due
+from ngpt_train.training.loop import Hook, TrainingRun, due
 from ngpt_train.training.state import TrainState
 from ngpt_train.training.step import MicroBatch, Observer
 

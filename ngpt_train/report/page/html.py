@@ -14,12 +14,11 @@ HERE = Path(__file__).parent
 # The browser may use the script and style inside the page. No request leaves the page, whatever a name in it holds.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 ALL_OR_NONE = 5  # a choice with so many options has buttons for all and for none
-THEME = '<button id="theme" type="button" data-theme="auto" hidden>Theme: auto</button>'
 SHORT = 20  # letters of a cell that is not broken into lines
 
 
 def page(title: str, skip: tuple[str, str], body: str, charts: Sequence[Chart]) -> str:
-    """skip: the anchor and the words of the first link. body: HTML with THEME and a `figure` for each chart."""
+    """skip: the anchor and the words of the first link. body: HTML with a `header` and a `figure` for each chart."""
     anchor, words = skip
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -45,6 +44,15 @@ def page(title: str, skip: tuple[str, str], body: str, charts: Sequence[Chart]) 
 </body>
 </html>
 """
+
+
+def header(title: str, facts: str) -> str:
+    theme = '<button id="theme" type="button" data-theme="auto" hidden>Theme: auto</button>'
+    return f'<header>\n<h1>{escape(title)}</h1>\n<p class="facts">{escape(facts)}</p>\n{theme}\n</header>'
+
+
+def again(command: str) -> str:
+    return section("again", "How to regenerate", f"<pre><code>{escape(command)}</code></pre>")
 
 
 def section(anchor: str, title: str, content: str) -> str:

@@ -26,8 +26,7 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json, write_json
 from ngpt_train.study.audit.certificate import FORMAT, METRICS, Finding, contradiction, sums_of
 from ngpt_train.study.audit.record_checks import check_checkpoint, check_records, last_step
-from ngpt_train.study.compare.row_losses import read_rows
-from ngpt_train.study.compare.runs import Run, read_run
+from ngpt_train.study.compare.runs import Run, read_rows, read_run
 from ngpt_train.study.engines.child import ending_with_us, last_line
 from ngpt_train.study.points import DIVERGED
 from ngpt_train.training.checkpoint.catalogue import (

@@ -13,7 +13,7 @@ from typing import Any
 
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.validate import did_you_mean, mistake, nearest, show
-from ngpt_train.study.compare.compared_keys import HARDWARE, OF_THE_BUDGET, covers, is_harmless
+from ngpt_train.study.compare.compared_keys import HARDWARE, OF_THE_BUDGET, covers, identity, is_harmless
 from ngpt_train.study.compare.runs import Run
 from ngpt_train.study.definition import LR
 from ngpt_train.study.tuning import Values
@@ -72,18 +72,9 @@ def _primary(group: Sequence[Run], tuned: Collection[str]) -> list[str]:
     return sorted(key for key in common if not (is_harmless(key) or covers({*tuned, *_SECONDARY}, key)))
 
 
-def _split(group: Sequence[Run], keys: Iterable[str]) -> list[list[Run]]:
+def _split(group: Sequence[Run], keys: Sequence[str]) -> list[list[Run]]:
     """The runs grouped by the values of keys."""
-    keys = list(keys)
-    parts: dict[str, list[Run]] = {}
-    for run in group:
-        values = json.dumps([_number(run.config.get(key)) for key in keys], sort_keys=True, default=str)
-        parts.setdefault(values, []).append(run)
-    return list(parts.values())
-
-
-def _number(value: Any) -> Any:
-    return float(value) if type(value) is int else value
+    return _by(group, lambda run: tuple(identity(run.config.get(key)) for key in keys))
 
 
 def _apart(group: list[Run], tuned: Collection[str]) -> list[list[Run]]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ngpt_train.config.places import check_directory
 from ngpt_train.config.validate import mistake
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json, write_json
@@ -155,36 +155,21 @@ def write_reports(report: Mapping[str, Any], out: Path, step_times: Times | None
 
 
 def check_out(out: Path) -> None:
-    """Raises ConfigError if the report would replace files that no comparison has written."""
+    """Raises ConfigError if the report cannot be written into `out`, or would replace files that no comparison has
+    written."""
     setting = f"compare.out={out}"
-    if out.exists() and not out.is_dir():
-        raise mistake(f"{setting}: is a file", "Name a directory for the report")
-    if (out / "config.yaml").exists():
-        raise mistake(f"{setting}: is the directory of a run", "Name another directory")
-    there_is = next(parent for parent in (out, *out.absolute().parents) if parent.exists())
-    if not (there_is.is_dir() and os.access(there_is, os.W_OK)):
-        raise mistake(f"{setting}: {there_is} is no directory that can be written", "Name another directory")
+    check_directory(setting, out)
     there = [name for name in WRITTEN if (out / name).exists()]
-    if there and not _is_report(out / REPORT):
+    if not there:
+        return
+    try:
+        earlier = read_json(out / REPORT)
+    except DataError:
+        earlier = None
+    if not (isinstance(earlier, dict) and "format" in earlier and "verdicts" in earlier):
         raise mistake(
             f"{setting}: {out / there[0]} is not of an earlier compare", "Name another directory, or remove it"
         )
-
-
-def make_directory(out: Path) -> None:
-    """Raises ConfigError if it cannot be made."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise mistake(f"compare.out={out}: cannot be made ({error.strerror})", "Name another directory") from None
-
-
-def _is_report(path: Path) -> bool:
-    try:
-        report = read_json(path)
-    except DataError:
-        return False
-    return isinstance(report, dict) and "format" in report and "verdicts" in report
 
 
 MOST_POINTS = 200  # of a training curve

@@ -9,8 +9,7 @@ from typing import Any
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.study.compare.compared_keys import is_harmless, value_of
-from ngpt_train.study.compare.row_losses import n_bytes
-from ngpt_train.study.compare.runs import Run, contradicted, read_run
+from ngpt_train.study.compare.runs import Run, contradicted, n_bytes, read_run
 from ngpt_train.study.definition import FILE, Study, name_of, read_stored
 from ngpt_train.study.points import FAILURES, reason_of
 

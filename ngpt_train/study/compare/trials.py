@@ -12,8 +12,7 @@ import numpy as np
 from ngpt_train.config.validate import show
 from ngpt_train.study.compare.arms import values_of
 from ngpt_train.study.compare.intervals import Further, Pair
-from ngpt_train.study.compare.row_losses import Rows
-from ngpt_train.study.compare.runs import Run
+from ngpt_train.study.compare.runs import Rows, Run
 from ngpt_train.study.definition import LR
 from ngpt_train.study.tuning import Tuning, Values, best_values, tunings
 

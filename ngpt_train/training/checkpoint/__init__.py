@@ -6,8 +6,8 @@
                                  MANIFEST.json  size and checksum of every file, the loss; written last
 
 A checkpoint is written under another name, synced to disk, read back and then renamed, so that a kill at any moment
-leaves the previous checkpoint. `Saves` writes it beside training. It can be read on any number of ranks and with any
-layout.
+leaves the previous checkpoint. `hooks/saving.py` writes it beside training. It can be read on any number of ranks and
+with any layout.
 
     checkpoints/validation.json  the validation losses of checkpoints, by step
 

@@ -1,7 +1,7 @@
 """Saves training states: each checkpoint is complete or absent.
 
 A save has two parts. `snapshot`, on the main thread, checks the state and shares it out among the ranks. `write` writes
-it to disk; `background.py` lets a thread do that beside training.
+it to disk; `hooks/saving.py` lets a thread do that beside training.
 """
 
 from __future__ import annotations

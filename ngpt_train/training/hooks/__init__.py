@@ -12,6 +12,6 @@ A plug-in may add hooks: docs/add_an_architecture.md.
 """
 
 from ngpt_train.core.recorded import Record, Sink
-from ngpt_train.training.hooks.hook import Hook, TrainingRun, due
+from ngpt_train.training.loop import Hook, TrainingRun, due
 
 __all__ = ["Hook", "Record", "Sink", "TrainingRun", "due"]

@@ -13,7 +13,7 @@ from ngpt_train.data.loader import merged
 from ngpt_train.training.checkpoint.catalogue import UNFINISHED, last_good, list_checkpoints, step_of
 from ngpt_train.training.checkpoint.load import load_state
 from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, NumericalError
-from ngpt_train.training.hooks.hook import Hook, TrainingRun
+from ngpt_train.training.loop import Hook, TrainingRun
 
 if TYPE_CHECKING:
     from ngpt_train.config.schema import Config

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ngpt_train.distributed.layouts import replicas, shard_number
 from ngpt_train.optim.row_adam import local_rows
 from ngpt_train.training.checkpoint.state_tensors import weights_and_moments
-from ngpt_train.training.hooks.hook import Hook, TrainingRun, due
+from ngpt_train.training.loop import Hook, TrainingRun, due
 
 if TYPE_CHECKING:
     from ngpt_train.training.state import TrainState

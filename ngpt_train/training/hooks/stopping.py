@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.distributed.world import World
-from ngpt_train.training.hooks.hook import Hook, TrainingRun
+from ngpt_train.training.loop import Hook, StoppedWaitingError, TrainingRun
 
 if TYPE_CHECKING:
     from ngpt_train.distributed.world import World
@@ -69,12 +69,6 @@ class StopRequest:
         if self.deadline is not None and time.monotonic() > self.deadline:
             return "stopped by run.max_time"
         return None
-
-
-class StoppedWaitingError(RuntimeError):
-    """The process was told to stop while it waited for rows; no step has begun."""
-
-    exit_code = 1
 
 
 class Patience:

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ngpt_train.distributed.long_work import RankLostError
-from ngpt_train.training.hooks.hook import STEP, Hook, TrainingRun
+from ngpt_train.distributed.world import RankLostError
+from ngpt_train.training.loop import STEP, Hook, TrainingRun
 
 if TYPE_CHECKING:
     from ngpt_train.distributed.world import World

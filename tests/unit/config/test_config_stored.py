@@ -21,23 +21,18 @@ from ngpt_train.config import (
 
 @pytest.mark.parametrize("model", ["gpt", "ngpt"])
 def test_round_trip(model: str, tmp_path: Path) -> None:
-    # Values that a careless YAML writer turns into something else.
-    config = load_config([f"model={model}", "run.name=1e5", "optim.lr=1e-7", "data.text_field=off"])
+    """Caught: values that a careless YAML writer turns into something else; the field's name in the place of the
+    key's, where the key is a word of Python."""
+    changes = ["run.name=1e5", "optim.lr=1e-7", "data.text_field=off", "checkpoint.async=false"]
+    config = load_config([f"model={model}", *changes])
     config.generate.prompt = "${x} é no: # \n"
     write_yaml(config, tmp_path / "config.yaml")
     stored = read_yaml(tmp_path / "config.yaml")
     assert stored == config
     assert type(stored.model) is type(config.model)
-    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
-
-
-def test_a_key_that_is_a_word_of_python(tmp_path: Path) -> None:
-    """`checkpoint.async`, whose field cannot have that name. Caught: a file with the name of the field."""
-    config = load_config(["checkpoint.async=false"])
     assert config.checkpoint.asynchronous is False
-    write_yaml(config, tmp_path / "config.yaml")
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["checkpoint"]["async"] is False
-    assert read_yaml(tmp_path / "config.yaml") == config
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
 def test_stored_keys_may_be_missing_and_integers_are_floats(tmp_path: Path) -> None:
@@ -123,55 +118,54 @@ def resumed(*changes: str) -> Config:
 @pytest.mark.parametrize(
     "changes",
     [
-        [],
-        ["train.steps=1000"],
-        ["train.stop_at=100"],
-        ["run.name=other", "run.root=x", "run.resume=must", "run.max_time=1", "run.init_from=x"],
-        ["train.micro_rows=2", "train.compile=true", "train.activation_checkpointing=full", "train.device=cpu"],
-        ["train.cuda_graphs=true"],
-        ["parallel=ddp", "kernels=torch", "parallel.timeout=5"],
-        ["checkpoint.every=7", "checkpoint.keep_last=9", "eval.every=3", "logging.every=1"],
-        ["eval.rows=7", "eval.budget=null", "eval.contexts=[2048]"],  # records say which rows they are of
-        ["logging.tensorboard=true", "logging.wandb.mode=offline", "data.cache=x", "train.profile=true"],
-        ["train.batch_tokens=524288"],  # the same as the scale's 512 rows
-        ["model.vocab_size=4096"],
-        ["data.text_gb=null"],
-        ["schedule.warmup_tokens=26000000"],  # 49.6 steps: the same 50
+        "run.name=other run.root=x run.resume=must run.max_time=1 run.init_from=x train.steps=1000 train.stop_at=100 "
+        "train.micro_rows=2 train.compile=true train.activation_checkpointing=full train.device=cpu train.profile=true "
+        "parallel=ddp kernels=torch parallel.timeout=5 checkpoint.every=7 checkpoint.keep_last=9 "
+        "logging.every=1 logging.tensorboard=true logging.wandb.mode=offline data.cache=x data.text_gb=null "
+        # Records say which rows they are of.
+        "eval.every=3 eval.rows=7 eval.budget=null eval.contexts=[2048]",
+        "train.cuda_graphs=true model.vocab_size=4096",
+        "train.batch_tokens=524288",  # the same as the scale's 512 rows
+        "schedule.warmup_tokens=26000000",  # 49.6 steps: the same 50
     ],
-    ids=" ".join,
 )
-def test_harmless_change_on_resume(changes: list[str]) -> None:
-    check_resume(resumed(), resumed(*changes))
+def test_harmless_changes_on_resume(changes: str) -> None:
+    check_resume(resumed(), resumed(*changes.split()))
+
+
+CHANGED = {
+    "optim.lr=0.5": "optim.lr: 0.003 -> 0.5",
+    "optim.z_loss=1e-4": "optim.z_loss: 0.0 -> 0.0001",
+    "optim.label_smoothing=0.1": "optim.label_smoothing: 0.0 -> 0.1",
+    "optim.clip_norm=null": "optim.clip_norm: 1.0 -> null",
+    "run.seed=1": "run.seed: 0 -> 1",
+    "model.context=128": "model.context: 1024 -> 128",
+    "model.residual_dropout=0.1": "model.residual_dropout: 0.0 -> 0.1",
+    "model.qk_norm=true": "model.qk_norm: false -> true",
+    "train.batch_rows=8": "train.batch_rows: 512 -> 8",
+    "tokenizer=bytes": "tokenizer.kind: sentencepiece -> bytes",
+    "tokenizer.vocab_size=500": "tokenizer.vocab_size: 4096 -> 500",
+    "data.val_fraction=0.5": "data.val_fraction: 0.02 -> 0.5",
+    "data=local data.path=x": "data.kind: embedded -> local",
+    "schedule.kind=constant": "schedule.kind: cosine -> constant",
+    "schedule.warmup_steps=3 train.steps=1000": "schedule.warmup_steps: 50 -> 3",
+}
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (["optim.lr=0.5"], "optim.lr: 0.003 -> 0.5"),
-        (["run.seed=1"], "run.seed: 0 -> 1"),
-        (["model.context=128"], "model.context: 1024 -> 128"),
-        (["train.batch_rows=8"], "train.batch_rows: 512 -> 8"),
-        (["tokenizer=bytes"], "tokenizer.kind: sentencepiece -> bytes"),
-        (["tokenizer.vocab_size=500"], "tokenizer.vocab_size: 4096 -> 500"),
-        (["data.val_fraction=0.5"], "data.val_fraction: 0.02 -> 0.5"),
-        (["data=local", "data.path=x"], "data.kind: embedded -> local"),
-        (["optim.z_loss=1e-4"], "optim.z_loss: 0.0 -> 0.0001"),
-        (["optim.label_smoothing=0.1"], "optim.label_smoothing: 0.0 -> 0.1"),
-        (["model.residual_dropout=0.1"], "model.residual_dropout: 0.0 -> 0.1"),
-        (["optim.clip_norm=null"], "optim.clip_norm: 1.0 -> null"),
-        (["schedule.warmup_steps=3", "train.steps=1000"], "schedule.warmup_steps: 50 -> 3"),
-        (["schedule.warmup_tokens=20000000"], "schedule.warmup_steps: 50 -> 39"),
-        (["schedule.kind=constant"], "schedule.kind: cosine -> constant"),
-        (["model.qk_norm=true"], "model.qk_norm: false -> true"),
-        (["model=ngpt"], "model.name: gpt -> ngpt"),
-        (["train.steps=400"], "train.stop_at"),
+        (" ".join(CHANGED), list(CHANGED.values())),
+        ("schedule.warmup_tokens=20000000", ["schedule.warmup_steps: 50 -> 39"]),
+        ("model=ngpt", ["model.name: gpt -> ngpt"]),
+        ("train.steps=400", ["train.steps: 500 -> 400", "train.stop_at"]),
     ],
-    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+    ids=["many", "warmup_tokens", "model", "steps"],
 )
-def test_change_of_mathematics_or_data_on_resume(changes: list[str], says: str) -> None:
+def test_changes_of_mathematics_or_data_on_resume(changes: str, says: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_resume(resumed(), resumed(*changes))
-    for text in (says, "run.overwrite=true", "another run.name"):
+        check_resume(resumed(), resumed(*changes.split()))
+    for text in (*says, "run.overwrite=true", "another run.name"):
         assert text in str(caught.value)
 
 
@@ -186,7 +180,7 @@ def test_a_change_that_is_allowed() -> None:
     check_resume(resumed(), resumed(*changes, "run.allow_change=[optim.lr,optim.eps]"))
 
 
-@pytest.mark.parametrize("key", ["model.d_model", "run.seed", "data.path", "optim.lrr"])
+@pytest.mark.parametrize("key", ["model.d_model", "optim.lrr"])
 def test_a_change_that_is_never_allowed(key: str) -> None:
     """Caught: a run whose start takes a permission that its resume refuses."""
     problem = "is no key; did you mean optim.lr or" if key == "optim.lrr" else "cannot be changed on a resume"

@@ -1,4 +1,4 @@
-"""Experiments by name: tables and their rows, what overrides what, and the messages. The papers' tables are in
+"""Experiments by name: tables and their rows, what overrides what. The papers' tables are in
 test_papers.py."""
 
 from pathlib import Path
@@ -111,53 +111,3 @@ def test_command_line_tools(directory: str, capsys: pytest.CaptureFixture[str]) 
     assert "my/table/ plain rows tokens [other] s_qk 1.5\n" in printed
     assert "paper/ngpt_table6/ baseline no_qk_norm\n" in printed
     assert "optim.lr=0.002 " in printed
-
-
-# The rows of a table (or its whole content), the row that is chosen, and what the message must say.
-MISTAKES: list[tuple[str, str, list[str]]] = [
-    ("a: {}", "/b", ["experiment=t/b: t has no b", "t has a"]),
-    ("a: {}\n  b: {}", "", ["experiment=t: several", "experiment=t/a", "t has a, b"]),
-    ("a: {}", "/a,t/b", ["one option", "-m experiment=a,b"]),
-    ("a: {train.step: 3}", "/a", ["train.step=3", "train.steps", "in FILE, row a"]),
-    ("a: {modle: gpt}", "/a", ["modle=gpt", "did you mean model", "in FILE, row a"]),
-    ("a: {model: null}", "/a", ["model=null: no such option", "in FILE, row a"]),
-    ("a: {train.steps: '5'}", "/a", ["train.steps=5", "without quotes", "in FILE, row a"]),
-    ("a: {model: gpt, model.s_qk.init: 1}", "/a", ["model.s_qk.init=1: no such key", "in FILE, row a"]),
-    ("a: {model: {s_qk: {init: 2}}}", "/a", ["Write model.s_qk.init: 2", "in FILE, row a"]),
-    ("a: {optim.lr_table: {tiny: {256: 1}}}", "/a", ["Set optim.lr", "in FILE, row a"]),
-    ("a: {experiment: quickstart}", "/a", ["experiment=quickstart", "in FILE, row a"]),
-    ("a: {run.root: '${nope}'}", "/a", ["run.root=${nope}", "'nope' not found", "in FILE, row a"]),
-    ("a: {schedule.warmup_steps: 500, train.steps: 3}", "/a", ["warmup", "train.steps is set in FILE, row a"]),
-    ("a: {train.batch_rows: 8, train.batch_tokens: 2048}", "/a", ["both set the batch size", "in FILE, row a"]),
-    ("a: 5", "/a", ["5: a row is a mapping", "in FILE, row a"]),
-    ("a: {}\n  a: {}", "/a", ["FILE", "duplicate key a"]),
-    ("a b: {}", "/a", ["a b: not a name for a row", "in FILE"]),
-    ("[a, b]", "/a", ["rows=[a,b]: not a mapping", "FILE"]),
-    ("a: {train.steps: 3}\ntrain: 5", "/a", ["train=5: train is a section", "in FILE"]),
-    ("a: {model: gpt}\ndefaults: [override /modle: gpt]", "/a", ["modle", "did you mean model", "FILE"]),
-    ("a: {model: gpt}\ndefaults: model", "/a", ["defaults=model: not a list", "FILE"]),
-]
-
-
-@pytest.mark.parametrize(("rows", "row", "says"), MISTAKES)
-def test_mistakes_in_a_table(
-    rows: str, row: str, says: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "experiment" / "t.yaml"
-    path.parent.mkdir()
-    path.write_text(f"# @package _global_\nrows:\n  {rows}\n")
-    assert main(["train", f"experiment=t{row}", "--config-dir", str(tmp_path), "--cfg", "job"]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    for text in says:
-        assert text.replace("FILE", str(path)) in captured.err
-    for word in ("Traceback", "hydra", "omegaconf", "ConfigStore"):
-        assert word not in captured.err
-
-
-def test_table_without_its_first_line(tmp_path: Path) -> None:
-    path = tmp_path / "experiment" / "t.yaml"
-    path.parent.mkdir()
-    path.write_text("rows:\n  a: {}\n")
-    with pytest.raises(ConfigError, match=r"t\.yaml: the first line is not '# @package _global_'"):
-        load_config(["experiment=t/a"], str(tmp_path))

@@ -1,4 +1,4 @@
-"""What verbs read and where they write: a path without its key, and files of the user that a result would replace."""
+"""Where verbs write: files of the user that a result would replace."""
 
 import json
 from pathlib import Path
@@ -16,28 +16,6 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("runs/a").mkdir(parents=True)
     Path("notes.txt").write_text("my notes\n")
     Path("earlier.json").write_text("{}\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["evaluate", "runs/a"], "Write evaluate.checkpoint=runs/a"),
-        (["generate", "checkpoint=runs/a"], "Write generate.checkpoint=runs/a"),
-        (["analyze", "runs/a"], "Write analyze.checkpoints=[runs/a]"),
-        (["import", "runs/a"], "Write import.source=runs/a"),
-        (["evaluate", "nowhere"], "Write nowhere=VALUE"),
-        (["audit"], "For example: ngpt-train audit runs/"),
-        (["probe", "probe.checkpoint=[runs/a]"], "did you mean probe.checkpoints"),
-        (["evaluate", "evaluate.checkpoint=runs/a", "data=local", "data.path=x", "evaluate.length.contexts=[]"], "[]"),
-    ],
-)
-def test_names(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Caught: a fix that leads to no key (`runs/a=VALUE`), as of a user who has just run `audit runs/a`; a traceback
-    for an empty list."""
-    assert main(arguments) == 2
-    told = capsys.readouterr().err
-    assert says in told
-    assert arguments[-1] in told or arguments == ["audit"]
 
 
 @pytest.mark.parametrize(

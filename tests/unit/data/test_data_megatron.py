@@ -86,11 +86,11 @@ def test_a_pair_for_each_split(tmp_path: Path) -> None:
 def test_tokens_are_counted_without_opening_them(tmp_path: Path) -> None:
     """Caught: a count that takes held-out documents for training text."""
     write(tmp_path / "alone", documents(20), 4)
-    assert count_tokens(tmp_path / "alone", None, 0.2) == sum(map(len, documents(20)[:16]))
+    assert count_tokens(config(tmp_path / "alone", tmp_path / "cache")) == sum(map(len, documents(20)[:16]))
     (tmp_path / "alone.idx").unlink()
     write(tmp_path / "web_train", documents(8))
     write(tmp_path / "web_val", documents(3))
-    assert count_tokens(tmp_path / "web", None, 0.2) == sum(map(len, documents(8)))
+    assert count_tokens(config(tmp_path / "web", tmp_path / "cache")) == sum(map(len, documents(8)))
 
 
 def patch(position: int, data: bytes) -> Callable[[Path], object]:

@@ -334,14 +334,6 @@ def test_out_is_written_once_and_never_over(cfg: Config, tmp_path: Path, capsys:
         verb.main(cfg, [])
 
 
-def one_text(cfg: Config) -> None:
-    write_corpus(Path(cfg.data.path or ""), ["again"] * 3)
-
-
-def no_text(cfg: Config) -> None:
-    write_corpus(Path(cfg.data.path or ""), ["", ""])
-
-
 def last_line_broken(cfg: Config) -> None:
     with Path(cfg.data.path or "", "part2.jsonl").open("a") as file:
         file.write('{"body": 1}\n')
@@ -359,8 +351,8 @@ def setting(**values: Any) -> Callable[[Config], None]:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (one_text, "all 3 documents are the same text"),
-        (no_text, r"no text \(2 empty documents\)"),
+        (lambda cfg: write_corpus(Path(cfg.data.path), ["again"] * 3), "all 3 documents are the same text"),
+        (lambda cfg: write_corpus(Path(cfg.data.path), ["", ""]), r"no text \(2 empty documents\)"),
         (last_line_broken, r"part2\.jsonl, line 21: no field 'text' \(there are: 'body'\)"),
         (setting(data__val_fraction=1e-4), r"none of 60 documents for validation; set data\.val_fraction to at least"),
         (setting(data__val_fraction=0.9999), r"none of 60 documents for training; set data\.val_fraction to at most"),

@@ -164,28 +164,8 @@ def left(after_a_kill: Path, tmp_path: Path) -> Path:
     return tmp_path / "text"
 
 
-def other_shards(cfg: Config) -> None:
-    cfg.data.shard_tokens = 4000
-
-
-def other_split(cfg: Config) -> None:
-    cfg.data.val_fraction = 0.2
-
-
-def other_tokenizer(cfg: Config) -> None:
-    cfg.tokenizer.kind, cfg.tokenizer.vocab_size = "sentencepiece", 320
-
-
-def later_text(cfg: Config) -> None:
-    Path(cfg.data.path or "", "c2.jsonl").write_text('{"text": "another"}\n')
-
-
-def earlier_text(cfg: Config) -> None:
-    Path(cfg.data.path or "", "a.jsonl").write_text('{"text": "another"}\n')
-
-
-def text_before_the_journal(cfg: Config) -> None:
-    Path(cfg.data.path or "", "0.jsonl").write_text('{"text": "another"}\n')
+def another_text(name: str) -> Callable[[Config], object]:
+    return lambda cfg: Path(cfg.data.path or "", name).write_text('{"text": "another"}\n')
 
 
 def cut_line(cfg: Config) -> None:
@@ -199,12 +179,12 @@ def cut_line(cfg: Config) -> None:
     [
         (lambda cfg: None, True),
         (cut_line, True),
-        (later_text, True),
-        (earlier_text, False),
-        (text_before_the_journal, False),
-        (other_shards, False),
-        (other_split, False),
-        (other_tokenizer, False),
+        (another_text("c2.jsonl"), True),  # after the finished shards
+        (another_text("a.jsonl"), False),
+        (another_text("0.jsonl"), False),  # too little for an entry of the journal
+        (lambda cfg: setattr(cfg.data, "shard_tokens", 4000), False),
+        (lambda cfg: setattr(cfg.data, "val_fraction", 0.2), False),
+        (lambda cfg: vars(cfg.tokenizer).update(kind="sentencepiece", vocab_size=320), False),
     ],
 )
 def test_what_a_kill_left_is_used_where_it_fits(

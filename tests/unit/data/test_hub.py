@@ -364,7 +364,6 @@ FAULTS: list[tuple[str, list[Fault], list[int | None]]] = [
     ("no such range", [hub_server.dropped(700), hub_server.status(416)], [None, 700, None]),
     ("altered", [hub_server.altered], [None, None]),
     ("altered in the rest", [hub_server.dropped(700), hub_server.altered], [None, 700, None]),
-    ("too long", [hub_server.too_long], [None, None]),
 ]
 
 

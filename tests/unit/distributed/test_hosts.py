@@ -15,11 +15,10 @@ import torch.distributed as dist
 
 from ngpt_train.core.errors import ConfigError, DataError, is_told_here
 from ngpt_train.distributed.layouts import check_hosts, resolve_kind
-from ngpt_train.distributed.long_work import RankLostError
-from ngpt_train.distributed.world import World
+from ngpt_train.distributed.world import RankLostError, World
 from ngpt_train.training.hooks import watchdog
-from ngpt_train.training.hooks.hook import STEP
 from ngpt_train.training.hooks.watchdog import Watchdog
+from ngpt_train.training.loop import STEP
 
 SECONDS = 0.5
 RUN: Any = None  # of which the watchdog asks nothing

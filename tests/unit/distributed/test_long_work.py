@@ -1,4 +1,5 @@
-"""Ranks wait for work that outlasts every collective, and notice when nobody works any more."""
+"""Ranks wait for work that outlasts every collective, notice when nobody works any more, and wait long enough in a
+collective for one whose text is late."""
 
 import importlib
 import multiprocessing
@@ -11,16 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import MethodType
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ngpt_train.__main__ import main
+from ngpt_train.config import load_config
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
-from ngpt_train.distributed.long_work import LongWork, RankLostError
-from ngpt_train.distributed.world import World
+from ngpt_train.distributed.world import LongWork, RankLostError, World, join_world
 from tests.processes.runs import arguments, write_corpus
 
 
@@ -155,3 +157,31 @@ def test_data_is_opened_outside_of_collectives(verb: str, tmp_path: Path, monkey
     assert main([verb, *given]) == DataError.exit_code
     # `evaluate` has compared the checkpoint with its manifest before, not in a collective either.
     assert seen[-2:] == ["all", World.on_main_without_timeout]
+
+
+@pytest.mark.parametrize(
+    ("data", "seconds"),
+    [
+        (["data=embedded"], 7),
+        (["data=local", "data.path=/text", "data.streaming=true"], 7),
+        (["data=hf", "data.repo=OWNER/NAME"], 7 + 180),
+        (["data=openwebtext"], 7 + 180),
+        (["data=openwebtext", "data.streaming=false"], 7),
+        (["data=mixture", "data.mixture='a 1 local /text; b 2 hf OWNER/NAME'"], 7 + 180),
+        (["data=mixture", "data.mixture='a 1 local /text; b 2 tokens /ids'"], 7),
+    ],
+)
+def test_a_collective_outlasts_the_fetch_of_a_shard(
+    data: list[str], seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Caught: ranks that give up in the step's first collective while another fetches its next shard of the hub, which
+    data.fetch_minutes allow it."""
+    asked: list[timedelta] = []
+
+    def init(*_: Any, timeout: timedelta, **__: Any) -> None:
+        asked.append(timeout)
+
+    monkeypatch.setattr(dist, "init_process_group", init)  # no group begins, so the world is one of one
+    settings = ["scale=debug", "train.device=cpu", "parallel=ddp", "parallel.timeout=7", "data.fetch_minutes=3"]
+    join_world(load_config([*settings, *data]))
+    assert asked == [timedelta(seconds=seconds)]

@@ -14,11 +14,12 @@ from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer, WordsTokenizer
 from ngpt_train.evaluation.continued_prompts import REPLACEMENT, ComingText, Texts
 from ngpt_train.evaluation.sampling import continue_rows, restricted, row_of, sample
-from ngpt_train.models import Decoder, build_model
+from ngpt_train.models import Decoder
 from ngpt_train.models.decoding import Recomputed, cached
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.gpt_encoder_decoder.keys import GPTEncoderDecoderConfig
 from ngpt_train.verbs.generate import note_spaces, read_prompts
+from tests.unit.evaluation.large import large
 
 BYTES = BytesTokenizer()
 EOS = BYTES.eos
@@ -26,17 +27,13 @@ WORDS = WordsTokenizer(b"<eos>\n<unk>\n" + b"".join(b"w%d\n" % i for i in range(
 PROMPTS = ["the model", "", "a", "of the loss and", "x" * 50]
 
 
-def model_of(encoder: bool = False, vocab_size: int = 261) -> Decoder:
+def model_of(encoder: bool = False) -> Decoder:
     """With logits that differ enough for a text to have a sense of its own; the vocabulary is padded."""
-    sizes = {"d_model": 16, "n_layers": 1, "n_heads": 2, "vocab_size": vocab_size}
+    sizes = {"d_model": 16, "n_layers": 1, "n_heads": 2, "vocab_size": 261}
     if encoder:
-        model = build_model(GPTEncoderDecoderConfig(**sizes, context=32, source_context=12, n_encoder_layers=1))
-    else:
-        model = build_model(GPTConfig(**sizes, context=24))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(30 if parameter.ndim == 2 else 1)
-    return model.eval()
+        config = GPTEncoderDecoderConfig(**sizes, context=32, source_context=12, n_encoder_layers=1)
+        return large(config, 30).eval()
+    return large(GPTConfig(**sizes, context=24), 30).eval()
 
 
 def texts_of(prompts: list[str], encoder: bool = False, **options: object) -> list[tuple[str, str, list[int]]]:

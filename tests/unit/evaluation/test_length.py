@@ -10,26 +10,20 @@ import torch
 from ngpt_train.config import load_config
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer
-from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.length_curves import Window, bins, measure, plot_lengths, scaling_of, windows
-from ngpt_train.models import Decoder, build_model
+from ngpt_train.models import Decoder
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.layers.rope import RopeScaling, rope_table
 from ngpt_train.verbs.evaluate import check_lengths
+from tests.unit.evaluation.large import ALONE, large
 
-ALONE = World(0, 1, 0, torch.device("cpu"))
 TRAINED = 8
 DOCUMENTS = ["It learns; it forgets! And then?", "é", "the model reads a row of tokens"]
 
 
 def model() -> Decoder:
-    """In fp64, with weights so large that positions matter."""
     config = GPTConfig(d_model=16, n_layers=2, n_heads=2, d_mlp=32, vocab_size=257, context=TRAINED)
-    made = build_model(config, seed=0).double()
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.mul_(5 if parameter.ndim > 1 else 1)
-    return made
+    return large(config, 5).double()
 
 
 def test_every_target_counts_once() -> None:

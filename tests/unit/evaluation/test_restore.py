@@ -8,19 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 
 import ngpt_train
 from ngpt_train.__main__ import main
 from ngpt_train.config import load_config
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.restore import Restored, find_trained, restore
 from ngpt_train.kernels import attention, dispatch
 from ngpt_train.models import export_weights
 from tests.processes.runs import arguments, write_corpus
 from tests.stored import stored_tensors
+from tests.unit.evaluation.large import ALONE
 
 DECAY, STEPS = 0.8, (2, 4, 6)
 NAMES = ["gpt", "ngpt", "powernorm"]
@@ -61,8 +60,7 @@ def stored(run: Path, step: int, part: str) -> Arrays:
 
 def restored(run: Path, *overrides: str, verb: str = "evaluate") -> Restored:
     config = load_config([f"{verb}.checkpoint={run}", "train.device=cpu", *(f"{verb}.{key}" for key in overrides)])
-    world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
-    return restore(find_trained(verb, config, []), config, world)
+    return restore(find_trained(verb, config, []), config, ALONE)
 
 
 def arrays(found: Restored) -> Arrays:

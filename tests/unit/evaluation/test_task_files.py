@@ -10,22 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lm_eval.tasks import TaskManager
 
 from ngpt_train.config import load_config
 from ngpt_train.config.sections.records import EvalConfig
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer
-from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.tasks import task_files
 from ngpt_train.evaluation.tasks.adapter import Scored, log_likelihoods
 from ngpt_train.evaluation.tasks.run_tasks import TaskResults, Tasks
-from ngpt_train.models import Decoder, build_model
+from ngpt_train.models import Decoder
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.gpt_encoder_decoder.keys import GPTEncoderDecoderConfig
+from tests.unit.evaluation.large import ALONE, large
 
-ALONE = World(0, 1, 0, torch.device("cpu"))
 CHOICES = [
     {"query": "Ice is", "choices": ["cold", "a warm and very long word", "red"], "gold": 0},
     {"query": "Fire is", "choices": ["wet", "hot"], "gold": 1},
@@ -74,11 +72,8 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def gpt() -> Decoder:
-    model = build_model(GPTConfig(d_model=16, n_layers=1, n_heads=2, d_mlp=32, vocab_size=257, context=48), seed=3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(5 if parameter.ndim > 1 else 1)
-    return model.double()
+    config = GPTConfig(d_model=16, n_layers=1, n_heads=2, d_mlp=32, vocab_size=257, context=48)
+    return large(config, 5, seed=3).double()
 
 
 def asked(directory: Path | None, *names: str) -> Tasks:

@@ -10,21 +10,17 @@ import torch
 from lm_eval.api.instance import Instance
 
 from ngpt_train.config import load_config
-from ngpt_train.config.sections.verbs import ExportConfig
-from ngpt_train.core.errors import ConfigError
 from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
-from ngpt_train.distributed.world import World
-from ngpt_train.evaluation.restore import named, restore
 from ngpt_train.evaluation.tasks.adapter import Adapter, Scored, log_likelihoods
-from ngpt_train.interop.exporting import export
 from ngpt_train.interop.importing import Imported, write_run
-from ngpt_train.interop.layouts import chosen_layout
 from ngpt_train.models import Decoder, build_model, export_weights
 from ngpt_train.models.gpt.keys import GPTConfig
 from tests.properties.architectures import ARCHITECTURES
+from tests.unit.evaluation.large import ALONE, large
+from tests.unit.interop.test_exchange import exported, restored_from
 
-ALONE = World(0, 1, 0, torch.device("cpu"))
 CONTEXT = 24
+SIZES = {"d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_mlp": 64, "context": CONTEXT}
 TEXT = "the model reads a row of tokens, and moves every vector towards it. It learns; it forgets! "
 WORDS = TEXT.split()
 
@@ -44,36 +40,18 @@ def tokenizer() -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer(made.to_str().encode(), "<eos>", "a test")
 
 
-def gpt(vocab_size: int) -> Decoder:
-    """With weights so large that the logits differ widely: a score of another position is another number."""
-    config = GPTConfig(
-        d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, d_mlp=64, vocab_size=vocab_size, context=CONTEXT
-    )
-    model = build_model(config, seed=1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4 if parameter.ndim > 1 else 1)
-    return model
-
-
 def there_and_here(options: list[str], tokenizer: HuggingFaceTokenizer, directory: Path) -> tuple[Any, Adapter]:
-    """The harness's own adapter on an exported model, and ours on its checkpoint, with weights and scales that make the
-    logits differ widely."""
+    """The harness's own adapter on an exported model, and ours on its checkpoint."""
     pytest.importorskip("accelerate", reason="the harness's adapter for Hugging Face needs accelerate")
     from lm_eval.models.huggingface import HFLM
 
-    sizes = {"d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_mlp": 64, "context": CONTEXT}
-    sizes["vocab_size"] = tokenizer.vocab_size
-    config = load_config(["scale=debug", "tokenizer=bytes", *options, *(f"model.{k}={n}" for k, n in sizes.items())])
-    model = build_model(config.model, seed=1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4 if (parameter.ndim == 1) == model.on_sphere else 1)
-    run = write_run(Imported(config, export_weights(model), tokenizer, "a test", None, []), "here", directory / "run")
-    own = ExportConfig(checkpoint=str(run), out=str(directory / "exported"), rows=1)
-    on_cpu = load_config(["train.device=cpu", "train.precision=fp32"])
-    restored = restore(named("export", "checkpoint", str(run), own), on_cpu, ALONE)
-    out = export(restored, own, chosen_layout(own.layout, restored.config.model), print)
+    sizes = [f"model.{name}={n}" for name, n in SIZES.items()]
+    config = load_config(
+        ["scale=debug", "tokenizer=bytes", *options, *sizes, f"model.vocab_size={tokenizer.vocab_size}"]
+    )
+    weights = export_weights(large(config.model, 4, seed=1))
+    run = write_run(Imported(config, weights, tokenizer, "a test", None, []), "here", directory / "run")
+    out, restored = exported(run, directory / "exported"), restored_from(run)
     theirs = HFLM(pretrained=str(out), device="cpu", dtype="float32", batch_size=4, trust_remote_code=True)
     return theirs, Adapter(restored.model, restored.tokenizer, ALONE)
 
@@ -126,7 +104,7 @@ def greedy_continuation(model: Decoder, ids: list[int], n: int) -> list[int]:
 def test_scores_by_hand(tokenizer: HuggingFaceTokenizer) -> None:
     """A forward pass for each id. Caught: a greedy continuation called unlikely, a continuation that is longer than the
     context cut off."""
-    model = gpt(tokenizer.vocab_size).double().eval()
+    model = large(GPTConfig(**SIZES, vocab_size=tokenizer.vocab_size), 4, seed=1).double().eval()
     before = [tokenizer.eos, *tokenizer.encode("It learns;").tolist()]
     likely = greedy_continuation(model, before, 5)
     unlikely = [*likely[:-1], (likely[-1] + 1) % tokenizer.vocab_size]
@@ -148,7 +126,7 @@ def test_scores_by_hand(tokenizer: HuggingFaceTokenizer) -> None:
 def test_joined_at_the_boundary(tokenizer: HuggingFaceTokenizer) -> None:
     """Where the tokenizer joins the end of the context with all of the continuation, the harness is left without a
     continuation, and fails; here it is the joined id. Caught: a request without ids to score."""
-    ours = Adapter(gpt(tokenizer.vocab_size), tokenizer, ALONE)
+    ours = Adapter(build_model(GPTConfig(**SIZES, vocab_size=tokenizer.vocab_size)), tokenizer, ALONE)
     joined = tokenizer.encode("the model").tolist()
     assert len(joined) <= len(tokenizer.encode("the mode"))
     same = [a for a, b in zip(joined, tokenizer.encode("the mode").tolist(), strict=False) if a == b]
@@ -186,5 +164,3 @@ def test_encoder_decoder(name: str, tokenizer: HuggingFaceTokenizer) -> None:
             requests("loglikelihood", [(context, continuation)])
         )
         assert found == pytest.approx(expected, rel=1e-12)
-    with pytest.raises(ConfigError, match="gives none to the beginning"):
-        Adapter(model, tokenizer, ALONE).loglikelihood_rolling(requests("loglikelihood_rolling", [(TEXT,)]))

@@ -15,7 +15,6 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.data import Tokens
 from ngpt_train.data.rows import NextToken, RowFormat
-from ngpt_train.distributed.world import World
 from ngpt_train.evaluation import validation
 from ngpt_train.evaluation.validation import (
     Evaluations,
@@ -28,8 +27,8 @@ from ngpt_train.evaluation.validation import (
 )
 from ngpt_train.models import Decoder, build_model
 from ngpt_train.models.ngpt.keys import NGPTConfig
+from tests.unit.evaluation.large import ALONE
 
-ALONE = World(0, 1, 0, torch.device("cpu"))
 CONTEXT, V = 8, 11
 
 

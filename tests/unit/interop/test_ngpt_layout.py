@@ -1,6 +1,5 @@
 """nGPT in transformers: the modeling file that `export` writes computes what our model computes, for every option."""
 
-import copy
 import json
 import shutil
 import sys
@@ -318,47 +317,28 @@ def test_two_exports_do_not_mix(tmp_path: Path) -> None:
     assert [hasattr(module, "OF_THE_SECOND") for module in modules] == [False, True]
 
 
-def broken(folder: Path, **keys: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    config, weights = read(folder)
-    return config | keys, weights
-
-
 def test_refusals(tmp_path: Path) -> None:
-    """Caught: foreign files that make another model silently, or a traceback."""
+    """Caught: foreign files that make another model silently, or a traceback. Of tied weights the second one, refused
+    though it is a copy, or taken though it is another matrix."""
     model, _ = model_of("ngpt")
     assert LAYOUT.refusal(model.config) is None
     assert LAYOUT.refusal(GPTConfig()) == "model.name=gpt: this layout writes model.name=ngpt alone"
-    folder = write(model, tmp_path / "export")
-    config, weights = read(folder)
-    for changed, message in [
-        ({"model_type": "llama"}, "model_type='llama' is not 'ngpt_train_ngpt'"),
-        ({"s_qk": {"kind": "vector"}}, "s_qk.init is missing"),
-    ]:
-        with pytest.raises(DataError, match=message):
-            LAYOUT.from_foreign(config | changed, weights)
-    for changed, message in [
-        ({"sphere_update": "walk"}, "model.update=walk: must be lerp, slerp or riemannian"),
-        ({"num_attention_heads": 3}, "the heads do not divide the width"),
-        ({"hidden_size": "wide"}, "model.d_model=wide: must be an integer"),
-    ]:
-        with pytest.raises(ConfigError, match=message):
-            LAYOUT.from_foreign(config | changed, weights)
-    with pytest.raises(DataError, match=r"missing: model\.layers\.2.attention.wq.weight"):
-        LAYOUT.from_foreign(config | {"num_hidden_layers": 3}, weights)
-    with pytest.raises(DataError, match=r"lm_head.weight has shape \(61, 32\), and should have \(62, 32\)"):
-        LAYOUT.from_foreign(config | {"vocab_size": 62}, weights)
-    with pytest.raises(DataError, match=r"unknown: model.extra \(1,\)"):
-        LAYOUT.from_foreign(config, weights | {"model.extra": torch.ones(1)})
-    with pytest.raises(DataError, match=r"wq\.weight has dtype torch\.int8"):
-        LAYOUT.from_foreign(
-            config, weights | {"model.layers.0.attention.wq.weight": torch.ones(32, 32, dtype=torch.int8)}
-        )
-
-
-def test_tied_weights_written_twice(tmp_path: Path) -> None:
-    """Caught: refused, though the second one is a copy; taken, though it is another matrix."""
-    model, _ = model_of("ngpt tied")
     config, weights = read(write(model, tmp_path / "export"))
+    int8 = {"model.layers.0.attention.wq.weight": torch.ones(32, 32, dtype=torch.int8)}
+    for keys, tensors, kind, message in [
+        ({"model_type": "llama"}, {}, DataError, "model_type='llama' is not 'ngpt_train_ngpt'"),
+        ({"s_qk": {"kind": "vector"}}, {}, DataError, "s_qk.init is missing"),
+        ({"sphere_update": "walk"}, {}, ConfigError, "model.update=walk: must be lerp, slerp or riemannian"),
+        ({"num_attention_heads": 3}, {}, ConfigError, "the heads do not divide the width"),
+        ({"hidden_size": "wide"}, {}, ConfigError, "model.d_model=wide: must be an integer"),
+        ({"num_hidden_layers": 3}, {}, DataError, r"missing: model\.layers\.2.attention.wq.weight"),
+        ({"vocab_size": 62}, {}, DataError, r"lm_head.weight has shape \(61, 32\), and should have \(62, 32\)"),
+        ({}, {"model.extra": torch.ones(1)}, DataError, r"unknown: model.extra \(1,\)"),
+        ({}, int8, DataError, r"wq\.weight has dtype torch\.int8"),
+    ]:
+        with pytest.raises(kind, match=message):
+            LAYOUT.from_foreign(config | keys, weights | tensors)
+    config, weights = read(write(model_of("ngpt tied")[0], tmp_path / "tied"))
     table = weights["model.embed_tokens.weight"]
     assert "output" not in LAYOUT.from_foreign(config, weights | {"lm_head.weight": table.clone()})[1]
     with pytest.raises(DataError, match=r"unknown: lm_head.weight"):
@@ -376,8 +356,7 @@ def test_the_file_refuses_words(tmp_path: Path) -> None:
         ("num_attention_heads", 32, "heads of an even width"),
         ("num_key_value_heads", 3, "must divide num_attention_heads=4"),
     ]:
-        changed = copy.deepcopy(config) | {key: value}
-        (folder / "config.json").write_text(json.dumps(changed))
+        (folder / "config.json").write_text(json.dumps(config | {key: value}))
         with pytest.raises(ValueError, match=message):
             load(folder)
 

@@ -112,7 +112,7 @@ def test_auto_tokenizer(kind: str, tmp_path: Path) -> None:
 def test_our_own_files_come_back(kind: str, tmp_path: Path) -> None:
     """Caught: an import that makes another tokenizer of an export."""
     ours = KINDS[kind]()
-    (said,) = write_tokenizers(tmp_path, ours, 64, True)
+    said = write_tokenizers(tmp_path, ours, 64, True)
     assert "for AutoTokenizer" in said
     back, notes = tokenizer_of(tmp_path, {})
     assert (back.kind, back.name, back.eos, back.model) == (ours.kind, ours.name, ours.eos, ours.model)
@@ -136,7 +136,7 @@ def test_without_counterpart(tmp_path: Path) -> None:
     ours = unigram()
     with pytest.raises(NoCounterpartError, match="no byte-pair encoding"):
         tokenizer_json(ours, eos_in_front=True)
-    (said,) = write_tokenizers(tmp_path, ours, 64, True)
+    said = write_tokenizers(tmp_path, ours, 64, True)
     assert said.startswith("no tokenizer for transformers: ")
     assert not (tmp_path / "tokenizer.json").exists()
     assert tokenizer_of(tmp_path, {})[0].model == ours.model

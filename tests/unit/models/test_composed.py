@@ -32,7 +32,7 @@ from tests.properties.architectures import (
     shapes,
     source_length,
 )
-from tests.properties.runs import padded_rows, run_config, text_like_rows
+from tests.properties.runs import rows_of, run_config
 from tests.reference import composed as reference
 from tests.reference import powernorm
 from tests.reference.attention import loss_sum
@@ -177,7 +177,7 @@ def history(name: str, *options: str) -> list[dict[str, Tensor]]:
     )  # fmt: skip
     found = []
     for step in range(RECIPE.steps):
-        batch = padded_rows(4, 24, size, step) if "encoder" in name else text_like_rows(4, 24, 61, step)
+        batch = rows_of(name, 4, 24, size, step)
         result = train_step(state, list(zip(*(part.chunk(2) for part in batch), strict=True)))
         found.append({"loss": result.loss} | state.model.statistics() | export_weights(state.model))
         found[-1] = {key: x.clone() for key, x in found[-1].items()}

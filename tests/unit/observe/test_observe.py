@@ -118,21 +118,20 @@ def test_jsonl_begins_anew_or_after_a_whole_line(tmp_path: Path) -> None:
 def test_meter_averages_over_the_window() -> None:
     meter = Meter(flops_per_token=1e9, world_size=4, device=torch.device("cpu"), dtype=torch.float32)
     for seconds, wait in ((1.0, 0.1), (3.0, 0.3)):
-        meter.data(wait)
-        meter.step(seconds, tokens=1000)
+        meter.step(seconds, wait, tokens=1000)
     metrics = meter.read()
     assert metrics["tokens_per_s"] == 500.0
     assert metrics["step_time"] == 2.0
     assert metrics["data_time"] == pytest.approx(0.2)
     assert metrics["mfu"] is None
-    meter.step(1.0, tokens=10)
+    meter.step(1.0, 0.1, tokens=10)
     assert meter.read()["tokens_per_s"] == 10.0  # the window before is forgotten
 
 
 def test_mfu_divides_by_the_peak_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meters, "peak_flops", lambda name, dtype: 1e12)
     meter = Meter(flops_per_token=1e9, world_size=4, device=torch.device("cpu"), dtype=torch.float32)
-    meter.step(1.0, tokens=1000)
+    meter.step(1.0, 0.1, tokens=1000)
     assert meter.read()["mfu"] == pytest.approx(0.25)
 
 

@@ -10,8 +10,7 @@ from ngpt_train.optim.optimizer import build_optimizer, lr_factors
 from tests.reference.training import nugpt_rates
 
 
-@pytest.mark.parametrize("m", [1.0, 0.5, 2.0, 3.0, 8.0])
-@pytest.mark.parametrize("horizon", [1.0, 0.25, 8.0, 333.0])
+@pytest.mark.parametrize(("m", "horizon"), [(0.5, 333.0), (3.0, 0.25)])
 def test_each_factor(m: float, horizon: float) -> None:
     """Caught: exponents exchanged, a horizon that a kind does not follow, an output without its half."""
     found = nugpt_lr_factors(m, horizon)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ngpt_train.__main__ import main as command
-from ngpt_train.config import Config, ConfigError, DataError, load_config
+from ngpt_train.config import ConfigError, DataError, load_config
 from ngpt_train.models import build_model
 from ngpt_train.report.launch_plan import describe_plan, make_plan
 from ngpt_train.verbs.plan import main
@@ -162,24 +162,25 @@ def test_what_does_not_fit(overrides: list[str], message: str) -> None:
 # The verb
 
 
-def vocabulary(config: Config, tmp_path: Path) -> int:
+def vocabulary(tmp_path: Path, *overrides: str) -> int:
+    config = load_config(["scale=debug", *overrides])
     config.plan.out = str(tmp_path / "plan.json")
     assert main(config, []) == 0
     return json.loads((tmp_path / "plan.json").read_text())["vocab_size"]
 
 
 def test_vocabulary_without_reading_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert vocabulary(load_config(["model.vocab_size=999"]), tmp_path) == 999
-    assert vocabulary(load_config(["tokenizer=bytes"]), tmp_path) == 257
-    assert vocabulary(load_config(["tokenizer=gpt2"]), tmp_path) == 50257
-    assert vocabulary(load_config(["tokenizer.vocab_size=777"]), tmp_path) == 777
+    assert vocabulary(tmp_path, "model.vocab_size=999") == 999
+    assert vocabulary(tmp_path, "tokenizer=bytes") == 257
+    assert vocabulary(tmp_path, "tokenizer=gpt2") == 50257
+    assert vocabulary(tmp_path, "tokenizer.vocab_size=777") == 777
     split = {"tokens": 9, "documents": 1, "sha256": 64 * "0"}
     shard = split | {"file": "a.bin", "index": "a.idx", "index_sha256": 64 * "0"}
     splits = dict.fromkeys(("train", "validation"), split | {"shards": [shard]})
     tokenizer = {"name": "thirty-one", "vocab_size": 31, "eos": 30}
     manifest = {"version": 1, "dtype": "<u2", "tokenizer": tokenizer, "source": {}, "splits": splits}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    assert vocabulary(load_config(["data=tokens", f"data.path={tmp_path}"]), tmp_path) == 31
+    assert vocabulary(tmp_path, "data=tokens", f"data.path={tmp_path}") == 31
     text = capsys.readouterr().out
     assert "exact" in text
     assert "estimate" in text
@@ -191,8 +192,7 @@ def test_vocabulary_of_a_sentencepiece_file(tmp_path: Path) -> None:
 
     lines = [f"line {n} of a small corpus, with some words in it" for n in range(400)]
     (tmp_path / "spm.model").write_bytes(train_sentencepiece(lines, 320))
-    overrides = ["tokenizer=sentencepiece", f"tokenizer.path={tmp_path / 'spm.model'}"]
-    assert vocabulary(load_config(overrides), tmp_path) == 320
+    assert vocabulary(tmp_path, "tokenizer=sentencepiece", f"tokenizer.path={tmp_path / 'spm.model'}") == 320
 
 
 def test_vocabulary_of_tokens_that_are_not_there(tmp_path: Path) -> None:

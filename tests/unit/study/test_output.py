@@ -20,6 +20,7 @@ from ngpt_train.study.compare.phrases import BROUGHT
 from tests.example_report import BUDGETS, HOSTILE, certificate, example
 
 MINUS = "\N{MINUS SIGN}"
+PUBLISHED = Path(__file__).parents[3] / "docs" / "studies"
 SMALLEST: dict[str, Any] = {
     "arms": ("gpt", "ngpt"),
     "budgets": BUDGETS[-1:],
@@ -403,3 +404,12 @@ def test_all_is_written(tmp_path: Path) -> None:
     assert pictures
     assert all((tmp_path / picture).is_file() for picture in pictures)
     assert 50_000 < (tmp_path / "report.html").stat().st_size < 1_000_000
+
+
+@pytest.mark.parametrize("study", ["gpt_vs_ngpt", "ngpt_parts", "precision"])
+def test_published_documents_follow_from_their_numbers(study: str) -> None:
+    """Caught: a report.md written by hand, or left behind by its generator."""
+    folder = PUBLISHED / study
+    captions = {f"figures/{x.name}": PICTURES[x.stem][1].caption for x in (folder / "figures").glob("*.svg")}
+    report = json.loads((folder / "report.json").read_text())
+    assert document(report, captions) == (folder / "report.md").read_text()

@@ -14,11 +14,12 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from ngpt_train.config import load_config
 from ngpt_train.core.errors import DataError
 from ngpt_train.training import TrainState, build_state, train_step
-from ngpt_train.training.checkpoint import Checkpoints, background, load_state
-from ngpt_train.training.checkpoint.background import Staging, resolve_asynchronous
+from ngpt_train.training.checkpoint import Checkpoints, load_state
 from ngpt_train.training.checkpoint.catalogue import Manifest, differences, size_and_checksum, verify
 from ngpt_train.training.checkpoint.save import share
 from ngpt_train.training.checkpoint.tensor_files import Piece, StoredTensors, write_tensors
+from ngpt_train.training.hooks import saving
+from ngpt_train.training.hooks.saving import Staging, resolve_asynchronous
 
 NO_PICKLE = Manifest(2, {})
 FILE = "shard-00001-model-00001-of-00001.safetensors"
@@ -169,7 +170,7 @@ def test_copies_are_apart_and_used_again() -> None:
 @pytest.mark.parametrize(("free", "chosen"), [(10, False), (10**12, True), (None, True)])
 def test_auto_goes_by_the_memory(monkeypatch: pytest.MonkeyPatch, free: int | None, chosen: bool) -> None:
     state = trained()
-    monkeypatch.setattr(background, "available_memory", lambda: free)
+    monkeypatch.setattr(saving, "available_memory", lambda: free)
     asynchronous, why = resolve_asynchronous("auto", state)
     assert asynchronous is chosen
     size = 3 * 4 * state.model.n_params()
@@ -179,10 +180,10 @@ def test_auto_goes_by_the_memory(monkeypatch: pytest.MonkeyPatch, free: int | No
 
 def test_memory_of_a_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caught: a container that is given the memory of its machine."""
-    files = {"/proc/meminfo": "MemTotal: 9\nMemAvailable:  1000 kB\n", "/sys/fs/cgroup/memory.max": "max\n"}
-    monkeypatch.setattr(background, "_read", lambda path: files.get(path, ""))
-    assert background.available_memory() == 1_024_000
-    files |= {"/sys/fs/cgroup/memory.max": "5000\n", "/sys/fs/cgroup/memory.current": "2000\n"}
-    assert background.available_memory() == 3000
+    files = {"/proc/meminfo": "MemTotal: 9\nMemAvailable:  1000 kB\n", "/sys/fs/cgroup/memory.max": "max"}
+    monkeypatch.setattr(saving, "text_of", lambda path: files.get(str(path), ""))
+    assert saving.available_memory() == 1_024_000
+    files |= {"/sys/fs/cgroup/memory.max": "5000", "/sys/fs/cgroup/memory.current": "2000"}
+    assert saving.available_memory() == 3000
     files.clear()
-    assert background.available_memory() is None
+    assert saving.available_memory() is None

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from ngpt_train.training.hooks.saving import SaveCheckpoints
 from ngpt_train.training.hooks.stopping import StopRequest, StopTogether
 from ngpt_train.training.loop import train
 from ngpt_train.training.state import TrainState
+from tests.properties.runs import infinite_loss
 from tests.unit.training.test_loop import NoMeter, Records, batch, batches, loop_config
 
 
@@ -130,13 +132,8 @@ def bad_from(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def set_first(first: int) -> None:
         def poisoned(state: TrainState, micro_batches: Any, **options: Any) -> Any:
-            factor = math.inf if state.step >= first else 1.0
-            handle = state.forward.register_forward_hook(
-                lambda module, inputs, output: output._replace(total=output.total * factor)
-            )
-            result = train_step(state, micro_batches, **options)
-            handle.remove()
-            return result
+            with infinite_loss(state) if state.step >= first else nullcontext():
+                return train_step(state, micro_batches, **options)
 
         monkeypatch.setattr(loop, "train_step", poisoned)
 

@@ -15,7 +15,7 @@ from ngpt_train.training import build_state, train_step
 from ngpt_train.training.state import TrainState
 from ngpt_train.training.step import StepResult
 from tests.properties.architectures import ARCHITECTURES, SMALL, shapes
-from tests.properties.runs import run_config, text_like_rows
+from tests.properties.runs import infinite_loss, run_config, text_like_rows
 from tests.reference import ngpt
 from tests.reference.training import Recipe, train
 
@@ -46,15 +46,6 @@ def nan_in_one_gradient(state: TrainState) -> Iterator[None]:
         return gradient
 
     handle = next(p for p in state.model.parameters() if p.ndim == 1).register_hook(poison)
-    yield
-    handle.remove()
-
-
-@contextmanager
-def infinite_loss(state: TrainState) -> Iterator[None]:
-    handle = state.forward.register_forward_hook(
-        lambda module, inputs, output: output._replace(total=output.total * torch.inf)
-    )
     yield
     handle.remove()
 

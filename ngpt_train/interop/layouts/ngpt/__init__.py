@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import DataError
-from ngpt_train.interop.layouts.layout import Layout, check_tensors, checked_config, shapes_of
+from ngpt_train.interop.layouts.layout import Layout, check_tensors, checked_config, empty_model, shapes_of
 from ngpt_train.models.ngpt.keys import NGPTConfig
 
 MODEL_TYPE = "ngpt_train_ngpt"
@@ -82,7 +82,7 @@ class NGPTLayout(Layout):
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         keys = keys_of(config_json)
         config = checked_config(keys, NGPTConfig, "in config.json")
-        wanted = shapes_of(config, weights)
+        wanted = shapes_of(empty_model(config, weights))
         # Some programs write both matrices of a tied pair.
         given = dict(weights)
         copy, table = given.get(OUTSIDE["output"]), given.get(OUTSIDE["embedding"])

@@ -13,7 +13,7 @@ from ngpt_train.report.page.chart import Axis, Chart, Choice, Mark, Plot, Style,
 from ngpt_train.report.page.pictures import Picture, write_picture
 from ngpt_train.report.rounded import interval, percent, si
 from ngpt_train.study.compare.output import series
-from ngpt_train.study.compare.output.wording import HOW, UNITS, Report, budget_of, label, ratio
+from ngpt_train.study.compare.output.wording import HOW, UNITS, Report, budget_of, label, ratio, short
 
 LARGEST = "largest"  # an option among the budgets: each arm's own largest
 
@@ -267,7 +267,7 @@ def _tuning_curve(report: Report, entry: Mapping[str, Any], axis: Axis) -> list[
         x, y = [at(value) for value, _ in averaged], [loss for _, loss in averaged]
         parabola = series.parabola(entry)
         hollow = [entry["state"] != "bracketed"] * len(x)
-        texts = [f"{v:.4g}" if type(v) is float else str(v) for v, _ in averaged]
+        texts = [short(value) for value, _ in averaged]
         hover = f"{{arm}}, {si(entry['budget'])} tokens\n{{text}}: {{y:4f}} {report['unit']}"
         more: dict[str, Any] = {"line": 1 if parabola else 1.5, "dotted": bool(parabola), "opacity": strength}
         more |= {"size": 8, "hollow": hollow, "label": si(entry["budget"])}
@@ -280,9 +280,10 @@ def _tuning_curve(report: Report, entry: Mapping[str, Any], axis: Axis) -> list[
             marks.append(mark(ends, [min(parabola[1])] * 2, hover=hover, line=6, opacity=0.35))
     if failed := [point["value"] for point in entry["points"] if point["failed"]]:
         top = [max([loss for _, loss in averaged], default=0.0)] * len(failed)
-        texts = [f"{v:.4g}" if type(v) is float else str(v) for v in failed]
         cross: dict[str, Any] = {"size": 9, "symbol": "X", "opacity": strength}
-        marks.append(mark([at(value) for value in failed], top, hover="{text}: failed", texts=texts, **cross))
+        marks.append(
+            mark([at(value) for value in failed], top, hover="{text}: failed", texts=list(map(short, failed)), **cross)
+        )
     return marks
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ngpt_train.core.files import write_atomically
 from ngpt_train.report.page.chart import Chart
-from ngpt_train.report.page.html import THEME, figure, glyph, links, page, scrolled, section
+from ngpt_train.report.page.html import figure, glyph, header, links, page, scrolled, section
 from ngpt_train.report.rounded import DASH
 from ngpt_train.study.compare.output import charts, tables
 from ngpt_train.study.compare.output.tables import Table
@@ -52,11 +52,7 @@ def _first_screen(report: Report, drawn: list[Chart]) -> list[str]:
     sections = {"verdicts": "Verdicts", keys.name: "What was tuned", **{chart.name: chart.title for chart in drawn}}
     sections |= {"differences": "Noise", "referee": "What differs", "failures": "Failures", "audits": "Audits"}
     return [
-        f"""<header>
-<h1>{escape(str(report["title"]))}</h1>
-<p class="facts">{escape(" · ".join(facts(report)))}</p>
-{THEME}
-</header>""",
+        header(str(report["title"]), " · ".join(facts(report))),
         _confounds(report),
         "".join(f'<p class="box warn">{escape(sentence)}</p>' for sentence in cautions(report)),
         f'<section id="verdicts"><h2>Verdicts</h2>{_cards(report, tables.verdicts(report))}</section>',

@@ -27,8 +27,8 @@ from ngpt_train.study.compare.output.wording import (
     known_speedups,
     marked,
     ratio,
+    short,
     size_text,
-    speedups_of,
     values_in_arms,
     values_text,
 )
@@ -84,11 +84,12 @@ def verdicts(report: Report) -> Table:
     trends = {trend["arm"]: trend for trend in report["trends"]}
     rows = []
     for arm in _from_baseline(report):
-        ratios = speedups_of(report, arm)
+        budget = budget_of(report, arm)
+        ratios = {s["unit"]: s for s in known_speedups(report, arm) if s["budget"] == budget}
         word = VERDICTS.get(report["verdicts"].get(arm), DASH)
         if arm == baseline:
             word = "baseline" if is_tuned(report, arm) else "untuned"
-        at = at_budget(report, arm, budget_of(report, arm))
+        at = at_budget(report, arm, budget)
         if len(report["budgets"]) == 1:
             at[1] = _mean_and_spread(report, end_losses(report, arm).get(report["budgets"][0], []))
         rows.append([arm, word, *at, *(ratio(ratios.get(unit)) for unit in UNITS), ratio(trends.get(arm))])
@@ -283,10 +284,18 @@ def tuning(report: Report) -> Table:
         failed = sum(bool(point["failed"]) for point in t["points"])
         chosen = report["arms"][t["arm"]]["best_by_budget"].get(str(t["budget"]), {}).get(t["key"])
         state = "bracketed" if t["state"] == "bracketed" else f"untuned ({t['state']})"
-        best = f"{chosen:.4g}" if type(chosen) is float else str(chosen)
         points = f"{len(t['points'])}" + (f", {failed} failed" if failed else "")
         rows.append(
-            [t["arm"], si(t["budget"]), t["key"], state, best, _optimum(t), number(t["price_of_grid"], 4), points]
+            [
+                t["arm"],
+                si(t["budget"]),
+                t["key"],
+                state,
+                short(chosen),
+                _optimum(t),
+                number(t["price_of_grid"], 4),
+                points,
+            ]
         )
     columns = [("Arm", ARM), ("Budget (tokens)", NUMBER), ("Key", CODE), ("State", VERDICT)]
     names = ["Best tried", "Optimum of the parabola", "Price of the grid", "Points tried"]

@@ -19,16 +19,11 @@ def is_tuned(report: Report, arm: str) -> bool:
     return bool(report["arms"][arm]["tuned"])
 
 
-def stamps(report: Report, arm: str) -> list[str]:
-    """Remarks beside the arm's name in every table and figure."""
-    found = [] if is_tuned(report, arm) else ["untuned"]
-    return [*found, "not resolved"] if report["verdicts"].get(arm) == "not_resolved" else found
-
-
 def label(report: Report, arm: str) -> str:
-    """The arm's name with its stamps in a figure: `powernorm (untuned)`."""
-    found = stamps(report, arm)
-    return f"{arm} ({', '.join(found)})" if found else arm
+    """The arm's name with its stamps in a figure and on a terminal: `powernorm (untuned)`."""
+    stamps = [] if is_tuned(report, arm) else ["untuned"]
+    stamps += ["not resolved"] if report["verdicts"].get(arm) == "not_resolved" else []
+    return f"{arm} ({', '.join(stamps)})" if stamps else arm
 
 
 def marked(report: Report, arm: str) -> str:
@@ -37,20 +32,17 @@ def marked(report: Report, arm: str) -> str:
 
 
 def values_text(values: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{key}={value:.4g}" if type(value) is float else f"{key}={value}" for key, value in values.items()
-    )
+    return ", ".join(f"{key}={short(value)}" for key, value in values.items())
+
+
+def short(value: Any) -> str:
+    return f"{value:.4g}" if type(value) is float else str(value)
 
 
 def budget_of(report: Report, arm: str) -> int | None:
     """The budget of the arm's verdict: the largest shared with the baseline, else the arm's largest."""
     shared = [d["budget"] or 0 for d in report["differences"] if d["arm"] == arm and d["estimate"] is not None]
     return max(shared or map(int, report["arms"][arm]["best_by_budget"]), default=None)
-
-
-def speedups_of(report: Report, arm: str) -> dict[str, Mapping[str, Any]]:
-    """The known annealed ratios at the budget of the verdict, by unit."""
-    return {s["unit"]: s for s in known_speedups(report, arm) if s["budget"] == budget_of(report, arm)}
 
 
 def known_speedups(report: Report, arm: str) -> list[Mapping[str, Any]]:
@@ -66,11 +58,8 @@ def ratio(s: Mapping[str, Any] | None) -> str:
     """`1.17 (1.06 to 1.34, extrapolated)`."""
     if s is None:
         return DASH
-    return (
-        interval(s["estimate"], s["low"], s["high"]).removesuffix(")")
-        + ", extrapolated" * bool(s["extrapolated"])
-        + ")"
-    )
+    shown = interval(s["estimate"], s["low"], s["high"])
+    return f"{shown.removesuffix(')')}, extrapolated)" if s["extrapolated"] else shown
 
 
 NO_CONFOUNDS = "No confounds were found between the arms in what was looked at."
