@@ -93,6 +93,7 @@ MISTAKES: dict[str, tuple[str, list[str], list[str]]] = {
     "seed twice": ("", ["study.seeds=[1,1]"], ["study.seeds=[1,1]", "Name each once"]),
     "factor": ("tune: {optim.lr: 1}\n", [], ["study.tune", "optim.lr", "factor"]),
     "tuned values": ("tune: {optim.eps: 2}\n", [], ["study.tune", "optim.eps", "list of two values"]),
+    "tuned key": ("tune: {optim.epsilon: [1.0e-8, 1.0e-6]}\n", [], ["optim.epsilon", "no such key", "study.tune"]),
     "tuned value": ("tune: {optim.eps: [1.0e-8, -1]}\n", [], ["optim.eps=-1", "> 0", "study.tune"]),
     "tuned value twice": ("tune: {optim.eps: [1.0e-8, 1.0e-8]}\n", [], ["optim.eps", "Name each once"]),
     "tuned and decided": ("tune: {run.seed: [1, 2]}\n", [], ["study.tune: run.seed", "Leave it out"]),

@@ -316,6 +316,7 @@ def test_a_run_that_nobody_asks_for_any_more_has_a_say(tmp_path: Path, monkeypat
         ({}, float("nan"), "failed"),
         ({"step": 5}, 3.0, "unfinished"),
         ({"reason": "stopped by SIGTERM"}, 3.0, "unfinished"),
+        ({"code": 1, "reason": "OSError: disk"}, 3.0, "unfinished"),
         ({"code": 4, "reason": "NumericalError: spikes"}, 3.0, "failed"),
         (None, 3.0, "unfinished"),
     ],
