@@ -23,7 +23,7 @@ from ngpt_train.data.dataset import StoredNumbers
 from ngpt_train.data.sources import readers
 from ngpt_train.data.sources.readers import read_file
 from tests.processes import fork_server
-from tests.processes.runs import arguments, run, train
+from tests.processes.runs import arguments, forked, run, train
 from tests.processes.test_hostile_checkpoints import TENSORS, sign
 
 STEP = "runs/test/checkpoints/step_00000004"
@@ -248,7 +248,7 @@ def test_forged_records(directory: Path, corpus: Path, monkeypatch: pytest.Monke
     lines.append('{"kind": "train", "step": 3, "tokens": "x", "loss": {}, "lr": [], "grad_norm": null}')
     path.write_text("\n".join(lines) + "\n" + path.read_text())
     monkeypatch.setenv("NGPT_TESTS_CURVES", "1")
-    finished = run("train", arguments(directory, corpus, "train.steps=6"))
+    finished = forked("train", arguments(directory, corpus, "train.steps=6"))
     assert finished.returncode == 0, finished.stderr
     assert (directory / "runs/test/curves.png").is_file()
     assert len([json.loads(line) for line in path.read_text().splitlines()]) >= 6
