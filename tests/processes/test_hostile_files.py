@@ -23,7 +23,7 @@ from ngpt_train.data.dataset import StoredNumbers
 from ngpt_train.data.sources import readers
 from ngpt_train.data.sources.readers import read_file
 from tests.processes import fork_server
-from tests.processes.runs import arguments, forked, run, train
+from tests.processes.runs import arguments, forked, train
 from tests.processes.test_hostile_checkpoints import TENSORS, sign
 
 STEP = "runs/test/checkpoints/step_00000004"
