@@ -62,7 +62,7 @@ WITH = {
 LAYOUTS = {  # ranks, parallel, micro batches per rank and step
     "ddp(2)": (2, "ddp", 2),
     "ddp(4)": (4, "ddp", 1),
-    "fsdp(2)": (2, "fsdp", 2),
+    "fsdp(2)": (2, "fsdp", 4),
     "fsdp(4)": (4, "fsdp", 2),
     "hsdp(2x2)": (4, "hsdp", 2),
 }

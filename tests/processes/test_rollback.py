@@ -148,7 +148,7 @@ def test_a_resume_around_a_rollback(tmp_path: Path, corpus: Path) -> None:
     shared = tmp_path / "whole"
     assert spoiled(SPOILED, given(shared, corpus, "logging.every=1")).returncode == 0
     expected = numbers(shared / "runs/test")
-    for stop_at in (6, *range(SAVED, BAD + 2), STEPS - 1):
+    for stop_at in (6, *range(SAVED, BAD + 3), STEPS - 1):
         directory = tmp_path / str(stop_at)
         for stop in ([f"train.stop_at={stop_at}"], []):
             assert spoiled(SPOILED, given(directory, corpus, "logging.every=1", *stop)).returncode == 0

@@ -109,14 +109,17 @@ def test_one_rank_is_killed(tmp_path: Path, text: Path, whole: Path) -> None:
     assert data_hashes(directory) == data_hashes(whole)
 
 
-def test_interrupted_run_leaves_no_worker(tmp_path: Path, text: Path) -> None:
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+def test_interrupted_run_leaves_no_worker(tmp_path: Path, text: Path, number: signal.Signals) -> None:
     """To all processes at once, as Ctrl-C and many launchers do. Caught: a run that ends without its checkpoint."""
+    if signal.getsignal(number) == signal.SIG_IGN:
+        pytest.skip(f"{number.name} is ignored here, as under nohup")
     given = arguments(tmp_path, text, *STREAMED, "train.steps=2000", "data.workers=2")
     process = start(given)
     wait_for_step(tmp_path / "runs/test", 3)
     workers = workers_of(process)
     assert len(workers) == 2
-    os.killpg(process.pid, signal.SIGTERM)
+    os.killpg(process.pid, number)
     output = output_of(process, workers, 60)
     assert process.returncode == 0, output
     assert "saved at step" in output

@@ -125,6 +125,8 @@ VERBS: dict[str | tuple[str, ...], str] = {
     "trian model=ngpt": "trian | did you mean train | prepare",
     "model=ngpt": "the verb comes first | train model=ngpt",
     "train --cfg all": "--cfg all | --cfg job",
+    "train --cfg=all": "--cfg all | --cfg job",
+    "import runs/a": "Write import.source=runs/a",
     "train --config-dir": "--config-dir DIR",
     "bench step": "no verb any more | `python -m benchmarks.NAME`",
     "generate": "generate.checkpoint=null | generate.checkpoint=runs/NAME",

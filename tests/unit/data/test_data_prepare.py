@@ -473,6 +473,12 @@ def number(name: str, dtype: str, place: int, value: int) -> Callable[[Path], No
     return forge
 
 
+def an_empty_document(directory: Path) -> None:
+    """The third document begins where the fourth does."""
+    offsets = np.fromfile(directory / "train-00000.idx", "<u8")
+    number("train-00000.idx", "<u8", 3, int(offsets[2]))(directory)
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -486,6 +492,7 @@ def number(name: str, dtype: str, place: int, value: int) -> Callable[[Path], No
         (number("train-00000.idx", "<u8", -1, 10**12), r"train-00000\.idx: its documents do not fit"),
         (number("train-00000.idx", "<u8", 0, 5), r"train-00000\.idx: its documents do not fit"),
         (number("train-00000.idx", "<u8", 3, 1), r"train-00000\.idx: its documents do not follow"),
+        (an_empty_document, r"train-00000\.idx: its documents do not follow"),
         (lambda d: (d / "tokenizer.model").write_bytes(b"x"), r"tokenizer\.model: not the tokenizer that made"),
         (lambda d: (d / "manifest.json").unlink(), r"with manifest\.json.*missing: train\.bin, val\.bin"),
         (lambda d: cut_file(d, "manifest.json"), r"manifest\.json: damaged"),

@@ -557,6 +557,7 @@ def test_groups() -> None:
         0.005,
     )
     assert re.fullmatch("[0-9a-f]{40}", data.revision or "")
+    assert load_config(["data=hf", "data.repo=a/b"]).tokenizer.kind == "llama2"
     with pytest.raises(ConfigError, match=r"data.repo=OWNER/NAME"):
         load_config(["data=hf"])
     with pytest.raises(ConfigError, match=r"(?s)data.files=.*data=hf"):

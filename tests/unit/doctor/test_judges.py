@@ -53,6 +53,7 @@ Fault = tuple[str, dict[str, Any], str, str]  # a check, the facts that differ f
 LIMITS = ENVIRONMENT["limits"]
 FAULTS: list[Fault] = [
     ("versions", {"torch": "2.12.0"}, WRONG, "torch is 2.12.0 here, and 2.13.0 on a; c"),
+    ("versions", {"NCCL": "2.26"}, WRONG, "NCCL is 2.26 here, and 2.27 on a; c"),
     ("versions", {"code": "456"}, WRONG, "code is 456 here"),
     ("versions", {"config": {"optim.lr": "0.2"}}, WRONG, "optim.lr is 0.2 here, and 0.1 on a; c"),
     ("versions", {"commit": "b" * 40}, WARNING, "commit is bbb"),  # of the same files, so that no run is stopped

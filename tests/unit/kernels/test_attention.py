@@ -239,6 +239,11 @@ LINES = {
         "sdpa (kernels.attention=auto, and rows are whole)",
         "sdpa with a boolean mask (other kernels take none)",
     ],
+    "sdpa": [
+        "a boolean mask for documents (kernels.attention=sdpa)",
+        "sdpa (kernels.attention=sdpa, and rows are whole)",
+        "sdpa with a boolean mask (other kernels take none)",
+    ],
     "flex": [
         "flex_attention for documents (kernels.attention=flex)",
         "sdpa (kernels.attention=flex, and rows are whole)",

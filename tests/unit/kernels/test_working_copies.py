@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ngpt_train.data import Position
 from ngpt_train.kernels import dispatch
+from ngpt_train.models import export_weights, load_weights
 from ngpt_train.models.layers.linear import FusedLinear, cast_linears
 from ngpt_train.optim.row_adam import RowAdam
 from ngpt_train.training import build_state, train_step
@@ -27,6 +28,7 @@ from ngpt_train.training.state import TrainState
 from tests.properties.architectures import ARCHITECTURES, VARIANTS, Size, jittered
 from tests.properties.runs import held, rows_of, run_config, text_like_rows
 from tests.reference.training import Recipe
+from tests.stored import stored_tensors
 
 pytestmark = pytest.mark.skipif(not dispatch.interpreted(), reason="models are on the CPU, as the interpreter")
 ROWS, T = 4, 16
@@ -214,6 +216,10 @@ def loaded(state: TrainState) -> None:
     state.model.load_state_dict({name: 2 * x for name, x in state.model.state_dict().items()})
 
 
+def imported(state: TrainState) -> None:
+    load_weights(state.model, {name: 2 * x for name, x in export_weights(state.model).items()})
+
+
 def behind(state: TrainState) -> None:
     for x in state.model.parameters():
         x.data.mul_(2)
@@ -225,7 +231,7 @@ def projected(state: TrainState) -> None:
     state.model.layers[0].mlp.w_down.matrix.detach()[0] = 0.5
 
 
-COUNTED = [in_place, other_memory, loaded, projected]
+COUNTED = [in_place, other_memory, loaded, imported, projected]
 
 
 @pytest.mark.parametrize(("write", "untouched"), [*((w, True) for w in COUNTED), (behind, False), (torchs_adam, False)])
@@ -281,14 +287,20 @@ def test_nothing_of_them_outside_of_a_step() -> None:
 
 
 def test_resume(tmp_path: Path) -> None:
-    """Caught: a run that goes on with copies of the weights before it was loaded."""
-    state, resumed = built("ngpt"), built("ngpt")
-    train(state, 2)
-    kept = Checkpoints(tmp_path, state.world, keep_last=1, keep_every=None).save(state, {}, lambda path: None)
+    """Caught: copies in a checkpoint, or a run that goes on with copies of the weights before it was loaded."""
+    states, stored = [built("ngpt"), built("ngpt", copies=False)], []
+    for state in states:
+        train(state, 2)
+        directory = tmp_path / str(len(stored))
+        kept = Checkpoints(directory, state.world, keep_last=1, keep_every=None).save(state, {}, lambda path: None)
+        stored.append({(part, name): x for part, found in stored_tensors(kept).items() for name, x in found.items()})
+    assert stored[0].keys() == stored[1].keys()
+    assert all(torch.equal(x, stored[1][name]) for name, x in stored[0].items())
+    resumed = built("ngpt")
     train(resumed, 1)
     load_state(kept, resumed)
-    assert train(resumed, 2) == train(state, 2)
-    assert_same(resumed, state)
+    assert train(resumed, 2) == train(states[0], 2)
+    assert_same(resumed, states[0])
 
 
 def test_gradients_are_those_of_a_cast() -> None:

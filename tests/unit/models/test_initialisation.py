@@ -52,8 +52,8 @@ def test_the_papers_at_their_scales(name: str) -> None:
 
 
 def test_papers_rows_keep_the_papers() -> None:
-    """Whatever the recipes' tables have for small scales; a row of each paper."""
-    for name in {name.partition("_")[0]: name for name in list_experiments() if name.startswith("paper/")}.values():
+    """Whatever the recipes' tables have for small scales; a row of each table."""
+    for name in {name.rpartition("/")[0]: name for name in list_experiments() if name.startswith("paper/")}.values():
         model = load_config([f"experiment={name}"]).model
         assert starts(model) == papers_starts(model), name
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy.stats import f as fisher
+from scipy.stats import nct
 from scipy.stats import t as student
 
 from ngpt_train.study.compare.equal_loss import (
@@ -106,6 +108,43 @@ def test_the_interval_of_a_ratio(noise_of: str, alone: int) -> None:
             end = difference.estimate + (half if ratio == found.low else -half)
         assert gap == pytest.approx(end, abs=1e-6)
     assert found.low < 1.7 < found.high
+
+
+def test_the_noise_of_rows_in_a_ratio() -> None:
+    """Caught: rows of the fit's budgets, or of the baseline's further ones, that add no noise, or as if independent."""
+    pair = pair_of(Planted(own=0.0, budgets=budgets(5)), np.random.default_rng(0), alone=1)
+    rows = np.random.default_rng(1).normal(0, 0.05, (5, 1, 32)).repeat(3, axis=1)
+    rows -= rows.mean(axis=2, keepdims=True)
+    pair = replace(pair, baseline_rows=rows[:4], arm_rows=rows[:4], further=replace(pair.further, rows=rows[4:]))
+    found, here, (curve, place) = annealed_ratio(pair, Noise(pair), 1, 0.95), pair.budgets[1], end_losses(pair)
+    for ratio, side in ((found.low, 1), (found.high, -1)):
+        there, now = np.array([ratio * here]), np.array([here])
+        noise = (curve.weights(there) - curve.weights(now))[0][place] @ rows[:, 0]
+        half = student.ppf(0.975, 31) * np.std(noise, ddof=1) / math.sqrt(32)
+        gap = (curve.at(there) - curve.at(now))[0]
+        assert gap == pytest.approx(np.mean(pair.difference[1]) + side * half, abs=1e-9)
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_the_interval_of_a_trend(alike: bool) -> None:
+    """By finite differences; of the arm's noise, or of noise that the baseline shares. Caught: the ratios' own
+    intervals, which share the fit and the baseline's runs."""
+
+    def trend(baseline: np.ndarray, arm: np.ndarray) -> Trend:
+        moved = replace(pair, baseline=pair.baseline + baseline * alike, arm=pair.arm + arm)
+        noise = Noise(moved)
+        return trend_of(moved, noise, [annealed_ratio(moved, noise, at, 0.95) for at in range(4)], 0.95)
+
+    pair = pair_of(Planted(ratio=1.3, own=0.0), np.random.default_rng(0))
+    own = np.random.default_rng(1).normal(0, 0.005, pair.arm.shape)
+    moves = [own + side * 1e-4 * np.eye(4)[k][:, None] for k in range(4) for side in (1, -1)]
+    logs = np.log([trend(x, x).estimate for x in moves]).reshape(4, 2)
+    rest = own - own.mean(axis=1, keepdims=True)
+    rest, df = (rest - rest.mean(axis=0), 6) if alike else (rest, 8)
+    error = math.sqrt(np.sum(rest**2) / df / 3) * np.linalg.norm((logs[:, 0] - logs[:, 1]) / 2e-4)
+    found = trend(own, own)
+    for ratio in (found.high / found.estimate, found.estimate / found.low):
+        assert math.log(ratio) == pytest.approx(student.ppf(0.975, df) * error, rel=5e-3)
 
 
 def test_the_interval_of_seconds() -> None:
@@ -208,6 +247,10 @@ def test_a_fit_that_the_losses_lie_off() -> None:
     """Caught: a wrong form without a note, or one that is no F test of the noise of a run."""
     pair = pair_of(Planted(ratio=1.0, budgets=budgets(5)), np.random.default_rng(0))
     assert not end_losses(pair)[0].is_off(Noise(pair), 0.95)
+    losses, curve = pair.baseline, end_losses(pair)[0]
+    rest = losses - losses.mean(axis=1, keepdims=True) - losses.mean(axis=0) + losses.mean()
+    p = fisher.sf(np.sum(3 * curve.residuals**2) / 2 / (np.sum(rest**2) / 8), 2, 8)
+    assert [curve.is_off(Noise(pair), 1 - x * p) for x in (1.01, 0.99)] == [True, False]
     bent = np.array([0, 0, 0.05, 0, 0])[:, None]
     pair = replace(pair, baseline=pair.baseline + bent, arm=pair.arm + bent)
     assert end_losses(pair)[0].is_off(Noise(pair), 0.95)
@@ -256,6 +299,7 @@ def test_what_is_detectable() -> None:
     assert chance(few, detectable(few, 0.95), 0.95) == pytest.approx(POWER, abs=1e-6)
     assert detectable(many, 0.95) == pytest.approx(0.01 * (1.959964 + 0.841621), rel=1e-5)  # of the normal
     assert detectable(replace(few, seeds=np.zeros(1)), 0.95) == 0
+    assert chance(few, 0.03, 0.95) == pytest.approx(nct.sf(student.ppf(0.975, 1), 1, 3.0), rel=1e-6)
 
 
 @pytest.mark.parametrize("ways", ["seeds", "seeds beside rows", "rows"])
@@ -362,7 +406,7 @@ def test_for_all_kinds_of_noise(planted: Planted, options: dict[str, float]) -> 
     check(coverage(planted, **{"at": 1, **options}))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_few_seeds_many_rows_and_equal_arms() -> None:
     """Caught: Satterthwaite's degrees of freedom for noise of seeds that one of them tells; a verdict from one side of
     the interval alone."""
@@ -377,7 +421,7 @@ def test_few_seeds_many_rows_and_equal_arms() -> None:
     check(found)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_trends_and_fits() -> None:
     """Caught: an interval of a trend from the ratios' own, which share the baseline; right forms called wrong, by the
     noise of a mean instead of a run's."""

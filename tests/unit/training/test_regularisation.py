@@ -144,7 +144,7 @@ def test_without_dropout_the_model_gets_nothing() -> None:
     "setting",
     [
         *("model.residual_dropout=1", "model.embedding_dropout=1", "model.attention_dropout=-0.1"),
-        *("optim.label_smoothing=1", "optim.z_loss=-1e-4", "optim.z_loss=1e4"),
+        *("optim.label_smoothing=1", "optim.z_loss=-1e-4", "optim.z_loss=1e4", "optim.z_loss=nan", "optim.z_loss=true"),
     ],
 )
 def test_values_that_are_refused(setting: str) -> None:
