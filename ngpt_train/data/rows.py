@@ -1,18 +1,19 @@
-"""Rows of prepared text: a stretch of text, documents that fit together, or a document's beginning.
+"""Rows of prepared and streamed text: a stretch of text, documents that fit together, or a document's beginning.
 
 A row has `context + 1` ids, -1 for padding. Each id but the last is an input, each but the first is the target of the
 input before it. A document is its ids and then eos. The eos of the document before opens it: as a target eos ends a
 document, as an input it begins the next. So every id of every document is a target, its eos included.
 
-`rows_of` numbers the rows of a split, and `chosen_rows` draws the validation rows among them.
+`rows_of` numbers the rows of a split. `rows_of_stream` makes the rows of an endless sequence of documents.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -22,18 +23,14 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.constants import IGNORED, PADDING
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.dataset import Dataset, Tokens
-from ngpt_train.data.permutation import permuted
 from ngpt_train.data.tokenizers.tokenizer import Ids
 
 Batch = tuple[NDArray[np.int64], ...]  # tokens, targets and, if the model needs them, document ids: (N, context)
 NOTHING = -1  # an id of padding
 # Documents that best_fit packs together. More would take longer and waste as much.
 PREPARED_TOGETHER = 4096
-# Not run.seed, so that runs with different seeds are measured on the same text.
-VALIDATION_SEED = 0
-# eval.tokens chooses text in blocks of so many tokens. The usual contexts divide a block, so all cut the same text.
-BLOCK_TOKENS = 16_384
-COUNTED_TOGETHER = 1024  # rows
+# Of a stream. They are in memory, and a resume tokenizes up to so many again.
+STREAMED_TOGETHER = 64
 
 
 @dataclass(frozen=True)
@@ -225,6 +222,70 @@ class PrefixContinuation:
         return self._form.beginning(ids)
 
 
+# --- of a stream
+
+
+class Cursor(NamedTuple):
+    """The beginning of a stream's next row."""
+
+    epoch: int = 0
+    window: int = 0
+    piece: int = 0  # of the stream's pieces in the window
+    document: int = 0  # of the piece
+    within: int = 0  # the row's first target, an id of the document; for best_fit the row within the packed documents
+
+
+def rows_of_stream(
+    documents: Iterable[tuple[Cursor, Ids]], cursor: Cursor, form: RowFormat
+) -> Iterator[tuple[Ids, Cursor]]:
+    """Rows of context + 1 ids from `cursor` on, each with the cursor of the next row.
+
+    documents: from the cursor's document on, as (beginning, ids with eos at their end). A prefix row takes a whole
+    document, so each has `form.shortest` ids at least.
+    """
+    if form.source_context is not None:
+        return ((form.beginning(ids), place._replace(document=place.document + 1)) for place, ids in documents)
+    return _packed(documents, cursor, form) if form.pads else _joined(documents, cursor, form)
+
+
+def _joined(documents: Iterable[tuple[Cursor, Ids]], cursor: Cursor, form: RowFormat) -> Iterator[tuple[Ids, Cursor]]:
+    """Documents one after the other. The last id of a row is also the first of the next: a target, then an input."""
+    length = form.context + 1
+    row = np.empty(length, np.int32)
+    filled = 0
+    for place, ids in documents:
+        taken = cursor.within if place[:4] == cursor[:4] else 0
+        if filled == 0:
+            row[0] = ids[taken - 1] if taken else form.eos
+            filled = 1
+        while filled + len(ids) - taken >= length:
+            end = taken + length - filled
+            row[filled:] = ids[taken:end]
+            taken = end
+            yield row.copy(), place._replace(within=taken)
+            row[0] = ids[taken - 1]
+            filled = 1
+        row[filled : filled + len(ids) - taken] = ids[taken:]
+        filled += len(ids) - taken
+
+
+def _packed(documents: Iterable[tuple[Cursor, Ids]], cursor: Cursor, form: RowFormat) -> Iterator[tuple[Ids, Cursor]]:
+    """Whole documents, packed STREAMED_TOGETHER at a time. Documents of two epochs are not packed together."""
+    group: list[Ids] = []
+    skip = cursor.within
+    start = cursor
+    for place, ids in documents:
+        if len(group) == STREAMED_TOGETHER or (group and place.epoch > start.epoch):
+            packed = BestFit(Tokens.of_documents("train", Path(), group, form.eos), form)
+            for number in range(skip, len(packed)):
+                last = number + 1 == len(packed)
+                yield packed.ids(number), place if last else start._replace(within=number + 1)
+            group, skip = [], 0
+        if not group:
+            start = place
+        group.append(ids)
+
+
 # --- packing
 
 
@@ -278,54 +339,3 @@ def best_fit(lengths: Sequence[int], context: int) -> list[list[Span]]:
             rooms ^= 1 << room
         put(part, row, room)
     return rows
-
-
-# --- the validation rows
-#
-# A seeded choice among the rows of the held-out text. It depends on the text, the context and eval.rows or eval.tokens.
-# It never depends on the model, its seed or the number of ranks. Indices are in the seeded order, and the first n are
-# the choice of n rows.
-
-
-def chosen_rows(rows: Rows, config: Config) -> NDArray[np.int64]:
-    """eval.rows rows, or enough rows for eval.tokens targets. All rows if there are fewer, or if both keys are null.
-
-    eval.rows draws rows one by one. eval.tokens draws blocks of BLOCK_TOKENS of running text, but rows that are
-    documents one by one.
-    """
-    total = len(rows)
-    if config.eval.tokens is None:
-        return permuted(np.arange(min(config.eval.rows or total, total)), total, VALIDATION_SEED)
-    block = max(1, BLOCK_TOKENS // config.model.context) if isinstance(rows, NextToken) else 1
-    n_blocks = -(-total // block)
-    firsts = permuted(np.arange(n_blocks), n_blocks, VALIDATION_SEED) * block
-    order = (firsts[:, None] + np.arange(block)).ravel()
-    order = order[order < total]  # the last block of the text may be shorter
-    return order[: _enough(rows, order, config.eval.tokens)]
-
-
-def _enough(rows: Rows, order: NDArray[np.int64], n_targets: int) -> int:
-    """The least n such that the first n rows of `order` have `n_targets` targets; all if they have fewer."""
-    for first in range(0, len(order), COUNTED_TOGETHER):
-        _, targets, *_ = rows.batch(order[first : first + COUNTED_TOGETHER])
-        counts = (targets != IGNORED).sum(axis=1).cumsum()
-        if counts[-1] >= n_targets:
-            return first + int(np.searchsorted(counts, n_targets)) + 1
-        n_targets -= int(counts[-1])
-    return len(order)
-
-
-def same_text(chosen: NDArray[np.int64], context: int, other: int, n_other: int) -> NDArray[np.int64]:
-    """The rows of `other` tokens with the text of the `chosen` rows of `context` tokens.
-
-    They are in the same order, each once, and end as soon as they have as many tokens.
-    n_other: all rows of `other` tokens in the text.
-    """
-    first = chosen * context // other
-    last = np.minimum(((chosen + 1) * context - 1) // other, n_other - 1)
-    width = np.arange((last - first).max() + 1)
-    overlapping = first[:, None] + width  # (N, most rows of `other` tokens that one row overlaps)
-    found = overlapping[overlapping <= last[:, None]]
-    unique, position = np.unique(found, return_index=True)
-    in_order = unique[np.argsort(position)]
-    return in_order[: -(-len(chosen) * context // other)]

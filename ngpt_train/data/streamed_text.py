@@ -10,9 +10,8 @@ it. A cursor is the beginning of its next row.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ from ngpt_train.data.cache_files import FileHashes, cache_directory, canonical_h
 from ngpt_train.data.dataset import Dataset, OnMain, Tokens, path_of
 from ngpt_train.data.loader import Share
 from ngpt_train.data.permutation import keyed_hash, keyed_order, permuted
-from ngpt_train.data.rows import BestFit, RowFormat, check_length, row_format
+from ngpt_train.data.rows import Cursor, RowFormat, check_length, row_format, rows_of_stream
 from ngpt_train.data.shard_cache import OpenShards, ShardCache
 from ngpt_train.data.sources import open_source
 from ngpt_train.data.sources.local_files import shards_of
@@ -37,8 +36,6 @@ logger = logging.getLogger(__name__)
 # Fewest pieces of a window for each stream, so that the streams differ by a fraction of a window only.
 PIECES_PER_STREAM = 4
 MOST_EMPTY_EPOCHS = 3
-# Documents that best_fit packs together. They are in memory, and a resume tokenizes up to so many again.
-STREAMED_TOGETHER = 64
 
 
 @dataclass(frozen=True)
@@ -183,16 +180,6 @@ def _validation_tokens(config: Config, text: OpenShards, tokenizer: Tokenizer) -
 # --- the streams
 
 
-class Cursor(NamedTuple):
-    """The beginning of a stream's next row."""
-
-    epoch: int = 0
-    window: int = 0
-    piece: int = 0  # of the stream's pieces in the window
-    document: int = 0  # of the piece
-    within: int = 0  # the row's first target, an id of the document; for best_fit the row within the packed documents
-
-
 class Piece(NamedTuple):
     """Documents `first` to `last - 1` of a shard."""
 
@@ -321,57 +308,3 @@ class Stream:
                 f"data.streams={self.settings.n_streams}: in {MOST_EMPTY_EPOCHS} epochs there is no document{kind} for "
                 f"stream {self.stream}. Take fewer streams, or more documents"
             )
-
-
-# --- its rows
-
-
-def rows_of_stream(
-    documents: Iterable[tuple[Cursor, Ids]], cursor: Cursor, form: RowFormat
-) -> Iterator[tuple[Ids, Cursor]]:
-    """Rows of context + 1 ids from `cursor` on, each with the cursor of the next row.
-
-    documents: from the cursor's document on, as (beginning, ids with eos at their end). A prefix row takes a whole
-    document, so each has `form.shortest` ids at least.
-    """
-    if form.source_context is not None:
-        return ((form.beginning(ids), place._replace(document=place.document + 1)) for place, ids in documents)
-    return _packed(documents, cursor, form) if form.pads else _joined(documents, cursor, form)
-
-
-def _joined(documents: Iterable[tuple[Cursor, Ids]], cursor: Cursor, form: RowFormat) -> Iterator[tuple[Ids, Cursor]]:
-    """Documents one after the other. The last id of a row is also the first of the next: a target, then an input."""
-    length = form.context + 1
-    row = np.empty(length, np.int32)
-    filled = 0
-    for place, ids in documents:
-        taken = cursor.within if place[:4] == cursor[:4] else 0
-        if filled == 0:
-            row[0] = ids[taken - 1] if taken else form.eos
-            filled = 1
-        while filled + len(ids) - taken >= length:
-            end = taken + length - filled
-            row[filled:] = ids[taken:end]
-            taken = end
-            yield row.copy(), place._replace(within=taken)
-            row[0] = ids[taken - 1]
-            filled = 1
-        row[filled : filled + len(ids) - taken] = ids[taken:]
-        filled += len(ids) - taken
-
-
-def _packed(documents: Iterable[tuple[Cursor, Ids]], cursor: Cursor, form: RowFormat) -> Iterator[tuple[Ids, Cursor]]:
-    """Whole documents, packed STREAMED_TOGETHER at a time. Documents of two epochs are not packed together."""
-    group: list[Ids] = []
-    skip = cursor.within
-    start = cursor
-    for place, ids in documents:
-        if len(group) == STREAMED_TOGETHER or (group and place.epoch > start.epoch):
-            packed = BestFit(Tokens.of_documents("train", Path(), group, form.eos), form)
-            for number in range(skip, len(packed)):
-                last = number + 1 == len(packed)
-                yield packed.ids(number), place if last else start._replace(within=number + 1)
-            group, skip = [], 0
-        if not group:
-            start = place
-        group.append(ids)
