@@ -32,13 +32,12 @@ from ngpt_train.data.loader import (
 )
 from ngpt_train.data.mixed import Mixed, MixtureReader, Turns, open_mixture
 from ngpt_train.data.prepared_text import prepare_dataset
-from ngpt_train.data.rows import Batch, Cursor, Rows, rows_of
+from ngpt_train.data.rows import Batch, Cursor, Rows, chosen_rows, rows_of, same_text
 from ngpt_train.data.sources import open_source
 from ngpt_train.data.streamed_text import Start, open_streamed
 from ngpt_train.data.token_files import open_tokens
 from ngpt_train.data.tokenizers import load_tokenizer, read_tokenizer, write_tokenizer
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer, with_eos
-from ngpt_train.data.validation_rows import chosen_rows, same_text
 from ngpt_train.data.workers import OnWait, StreamReader
 
 __all__ = [

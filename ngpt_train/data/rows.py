@@ -4,7 +4,8 @@ A row has `context + 1` ids, -1 for padding. Each id but the last is an input, e
 input before it. A document is its ids and then eos. The eos of the document before opens it: as a target eos ends a
 document, as an input it begins the next. So every id of every document is a target, its eos included.
 
-`rows_of` numbers the rows of a split. `rows_of_stream` makes the rows of an endless sequence of documents.
+`rows_of` numbers the rows of a split, and `chosen_rows` draws the validation rows among them. `rows_of_stream` makes
+the rows of an endless sequence of documents.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.constants import IGNORED, PADDING
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.dataset import Dataset, Tokens
+from ngpt_train.data.permutation import permuted
 from ngpt_train.data.tokenizers.tokenizer import Ids
 
 Batch = tuple[NDArray[np.int64], ...]  # tokens, targets and, if the model needs them, document ids: (N, context)
@@ -31,6 +33,11 @@ NOTHING = -1  # an id of padding
 PREPARED_TOGETHER = 4096
 # Of a stream. They are in memory, and a resume tokenizes up to so many again.
 STREAMED_TOGETHER = 64
+# Not run.seed, so that runs with different seeds are measured on the same text.
+VALIDATION_SEED = 0
+# eval.tokens chooses text in blocks of so many tokens. The usual contexts divide a block, so all cut the same text.
+BLOCK_TOKENS = 16_384
+COUNTED_TOGETHER = 1024  # rows
 
 
 @dataclass(frozen=True)
@@ -339,3 +346,54 @@ def best_fit(lengths: Sequence[int], context: int) -> list[list[Span]]:
             rooms ^= 1 << room
         put(part, row, room)
     return rows
+
+
+# --- the validation rows
+#
+# A seeded choice among the rows of the held-out text. It depends on the text, the context and eval.rows or eval.tokens.
+# It never depends on the model, its seed or the number of ranks. Indices are in the seeded order, and the first n are
+# the choice of n rows.
+
+
+def chosen_rows(rows: Rows, config: Config) -> NDArray[np.int64]:
+    """eval.rows rows, or enough rows for eval.tokens targets. All rows if there are fewer, or if both keys are null.
+
+    eval.rows draws rows one by one. eval.tokens draws blocks of BLOCK_TOKENS of running text, but rows that are
+    documents one by one.
+    """
+    total = len(rows)
+    if config.eval.tokens is None:
+        return permuted(np.arange(min(config.eval.rows or total, total)), total, VALIDATION_SEED)
+    block = max(1, BLOCK_TOKENS // config.model.context) if isinstance(rows, NextToken) else 1
+    n_blocks = -(-total // block)
+    firsts = permuted(np.arange(n_blocks), n_blocks, VALIDATION_SEED) * block
+    order = (firsts[:, None] + np.arange(block)).ravel()
+    order = order[order < total]  # the last block of the text may be shorter
+    return order[: _enough(rows, order, config.eval.tokens)]
+
+
+def _enough(rows: Rows, order: NDArray[np.int64], n_targets: int) -> int:
+    """The least n such that the first n rows of `order` have `n_targets` targets; all if they have fewer."""
+    for first in range(0, len(order), COUNTED_TOGETHER):
+        _, targets, *_ = rows.batch(order[first : first + COUNTED_TOGETHER])
+        counts = (targets != IGNORED).sum(axis=1).cumsum()
+        if counts[-1] >= n_targets:
+            return first + int(np.searchsorted(counts, n_targets)) + 1
+        n_targets -= int(counts[-1])
+    return len(order)
+
+
+def same_text(chosen: NDArray[np.int64], context: int, other: int, n_other: int) -> NDArray[np.int64]:
+    """The rows of `other` tokens with the text of the `chosen` rows of `context` tokens.
+
+    They are in the same order, each once, and end as soon as they have as many tokens.
+    n_other: all rows of `other` tokens in the text.
+    """
+    first = chosen * context // other
+    last = np.minimum(((chosen + 1) * context - 1) // other, n_other - 1)
+    width = np.arange((last - first).max() + 1)
+    overlapping = first[:, None] + width  # (N, most rows of `other` tokens that one row overlaps)
+    found = overlapping[overlapping <= last[:, None]]
+    unique, position = np.unique(found, return_index=True)
+    in_order = unique[np.argsort(position)]
+    return in_order[: -(-len(chosen) * context // other)]

@@ -21,8 +21,7 @@ from ngpt_train.core.constants import IGNORED
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import json_lines, write_atomically
 from ngpt_train.data.dataset import Tokens
-from ngpt_train.data.rows import Rows, rows_of
-from ngpt_train.data.validation_rows import chosen_rows, same_text
+from ngpt_train.data.rows import Rows, chosen_rows, rows_of, same_text
 from ngpt_train.distributed.layouts import averaged_statistics
 from ngpt_train.distributed.world import World
 from ngpt_train.models.decoder import Decoder

@@ -26,9 +26,8 @@ from ngpt_train.core.files import write_atomically
 from ngpt_train.core.secrets import command_of, redacted
 from ngpt_train.data import open_dataset
 from ngpt_train.data.dataset import Dataset, Tokens
-from ngpt_train.data.rows import rows_of
+from ngpt_train.data.rows import chosen_rows, rows_of
 from ngpt_train.data.tokenizers.tokenizer import tokenizer_identity
-from ngpt_train.data.validation_rows import chosen_rows
 from ngpt_train.distributed.world import World, join_world
 from ngpt_train.evaluation.restore import Restored, check_overrides, named, restore
 from ngpt_train.evaluation.validation import Validation, target_counts
