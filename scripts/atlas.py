@@ -1,0 +1,106 @@
+"""Writes docs/atlas.md: what the authors of each method claim, beside what the published studies measure.
+
+python scripts/atlas.py [STUDIES]
+
+STUDIES holds a directory with `report.json` for each study that docs/atlas.yaml names; by default docs/studies.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+DOCS = Path(__file__).parents[1] / "docs"
+VERDICTS = {"better": "better", "worse": "worse", "not_resolved": "not resolved", "untuned": "untuned"}
+HEAD = """# Atlas
+
+What the authors of each method claim, and what the [studies](studies/README.md) measure. Written by `python
+scripts/atlas.py` from [atlas.yaml](atlas.yaml) and the studies' `report.json`.
+
+- *Claim*: the authors' words in short, with scale, budget and baseline. "Second-hand": only texts about it were found.
+- *Difference*: the arm's loss less the baseline's in nats, at the largest budget that both have, with its 95 %
+  interval. Our models have some million parameters and see some million tokens. A claim about other sizes is neither
+  confirmed nor refuted by them.
+- *Tokens*: the baseline's tokens for the same loss over the arm's.
+- *Step*: the arm's time of a step over the baseline's, where both were measured in turn.
+"""
+
+
+def claims() -> str:
+    """The table of claims, a row for each method."""
+    rows = ["| method | chosen by | its authors claim | scale | budget | against |", "|---|---|---|---|---|---|"]
+    for entry in entries():
+        where = entry["source"] + ("" if entry["read"] == "paper" else f", {entry['read']}")
+        cells = f"`{entry['chosen_by']}`", f"{entry['claim']} ({where})", entry["scale"], entry["budget"]
+        rows.append(f"| {entry['method']} | {' | '.join(cells)} | {entry['against']} |")
+    return "\n".join(rows)
+
+
+def measurements(studies: Path) -> str:
+    """The table of measurements, a row for each method and study, and the methods that no study has."""
+    rows = ["| method | study | arm, baseline | tokens a run | difference | tokens | verdict | step |"]
+    rows.append("|---|---|---|---:|---:|---:|---|---:|")
+    absent: list[str] = []
+    for entry in entries():
+        for study, arm in entry["arms"].items():
+            report = json.loads((studies / study / "report.json").read_text())
+            rows.append(f"| {entry['method']} | [{study}](studies/README.md) | {measured(report, arm)} |")
+        if not entry["arms"]:
+            absent.append(entry["method"])
+    return "\n".join(rows) + f"\n\nNot measured yet with tuned arms, seeds and intervals: {', '.join(absent)}."
+
+
+def measured(report: dict[str, Any], arm: str) -> str:
+    """The cells of an arm, from a study's report.json. Raises KeyError for an arm that the report does not have."""
+    baseline = report["baseline"]
+    verdict = VERDICTS[report["verdicts"][arm]]
+    difference = max(
+        (each for each in report["differences"] if each["arm"] == arm and each["estimate"] is not None),
+        key=lambda each: each["budget"],
+    )
+    ratio = next(
+        each
+        for each in report["speedups"]
+        if (each["arm"], each["budget"], each["how"], each["unit"]) == (arm, difference["budget"], "annealed", "tokens")
+    )
+    cells = [
+        f"`{arm}`, `{baseline}`",
+        f"{difference['budget']:,}",
+        _with_interval(difference, 3),
+        _with_interval(ratio, 2) + (", extrapolated" if ratio["extrapolated"] and ratio["estimate"] else ""),
+        verdict,
+        _step(report, arm, baseline),
+    ]
+    return " | ".join(cells)
+
+
+def entries() -> list[dict[str, Any]]:
+    return yaml.safe_load((DOCS / "atlas.yaml").read_text())
+
+
+def _with_interval(found: dict[str, Any], digits: int) -> str:
+    """An estimate with its interval; a dash where there is none."""
+    numbers = [found[name] for name in ("estimate", "low", "high")]
+    if numbers[0] is None:
+        return "-"
+    estimate, low, high = ("?" if number is None else f"{number:.{digits}f}" for number in numbers)
+    return f"{estimate} ({low} to {high})"
+
+
+def _step(report: dict[str, Any], arm: str, baseline: str) -> str:
+    costs = {each["arm"]: each for each in report["costs"]}
+    pair = costs[arm], costs[baseline]
+    if any(each["step_time_how"] != "measured in turn" for each in pair):
+        return "-"
+    return f"{pair[0]['step_time'] / pair[1]['step_time']:.2f}"
+
+
+def text(studies: Path) -> str:
+    """docs/atlas.md, whole."""
+    return f"{HEAD}\n## Claims\n\n{claims()}\n\n## Measurements\n\n{measurements(studies)}\n"
+
+
+if __name__ == "__main__":
+    (DOCS / "atlas.md").write_text(text(Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS / "studies"))
