@@ -167,13 +167,13 @@ def with_first_values(config: Config, stored: Config) -> Config:
 def follows_table(config: Config) -> bool:
     """Whether optim.lr is the entry of lr_table for this config."""
     optim = config.optim
-    return config.scale.name in optim.lr_table and (optim.lr, optim.lr_source) == optim.from_table(config)
+    return bool(optim.row_of(config.scale.name)) and (optim.lr, optim.lr_source) == optim.from_table(config)
 
 
 def began_with_table(stored: Config) -> bool:
     """Whether the learning rate of a run is an entry of its lr_table. Older runs did not store where it is from."""
     optim = stored.optim
-    return bool(optim.lr_source) or (stored.scale.name in optim.lr_table and optim.lr == optim.from_table(stored)[0])
+    return bool(optim.lr_source) or (bool(optim.row_of(stored.scale.name)) and optim.lr == optim.from_table(stored)[0])
 
 
 def _may_change_here(name: str, stored: Config, new: Config) -> bool:

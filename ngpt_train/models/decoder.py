@@ -262,23 +262,25 @@ class Decoder(nn.Module):
         """Sets all weights, in place, to their values at step 0, which depend on the seed alone."""
         init_weights_(self, seed)
 
-    def parameter_groups(self) -> list[ParameterGroup]:
+    def parameter_groups(self, by_kind: bool = False) -> list[ParameterGroup]:
         """Two groups: matrices, including embeddings, which may decay; gains and scale vectors, which never do.
 
-        Where the architecture has learning rates by kind (`ModelConfig.lr_factors`), each kind of matrix is a group.
+        by_kind: each kind of matrix is a group, as it is where the architecture has learning rates by kind
+        (`ModelConfig.lr_factors`). Learned positions are of the embedding's kind.
         Vectors are apart even where nothing decays: FSDP2 shards the matrices and keeps the vectors whole, and torch's
         fused optimizers refuse sharded and whole tensors in one group.
         """
         shapes = {name: parameter.ndim for name, parameter in self.named_parameters()}
         matrices = [name for name, ndim in shapes.items() if ndim >= 2]
-        by_kind: dict[str | None, list[str]] = {None: matrices}
-        if self.config.lr_factors(steps=1) is not None:
-            kinds = ("embedding", "hidden", "output")
-            by_kind = {
-                kind: [name for name in matrices if OUTSIDE_OF_BLOCKS.get(name, "hidden") == kind] for kind in kinds
+        of_kind: dict[str | None, list[str]] = {None: matrices}
+        if by_kind or self.config.lr_factors(steps=1) is not None:
+            kinds = OUTSIDE_OF_BLOCKS | {"positions": "embedding"}
+            of_kind = {
+                kind: [name for name in matrices if kinds.get(name, "hidden") == kind]
+                for kind in ("embedding", "hidden", "output")
             }
         return [
-            *(ParameterGroup(names, self.decays, self.projects, kind) for kind, names in by_kind.items()),
+            *(ParameterGroup(names, self.decays, self.projects, kind) for kind, names in of_kind.items() if names),
             ParameterGroup([name for name, ndim in shapes.items() if ndim < 2], decay=False, unit_rows=False),
         ]
 

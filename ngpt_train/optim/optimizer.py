@@ -1,4 +1,4 @@
-"""Builds Adam or AdamW over the model's parameter groups, with the learning rate of each group; optim.storage=bf16."""
+"""Builds the optimizer over the model's parameter groups, with the learning rate of each group; optim.storage=bf16."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.adam import unsupported
 from ngpt_train.models.layers.linear import cast_linears
+from ngpt_train.optim.matrix_optimizer import MatrixOptimizer, block_matrices
 from ngpt_train.optim.row_adam import RowAdam, local_rows
 
 if TYPE_CHECKING:
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
 
 # Of optim.storage=bf16: the matrices that stay fp32, and the moments that do not.
 TABLES = ("embedding", "source_embedding", "output", "positions")
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 def build_optimizer(model: Decoder, groups: list[ParameterGroup], config: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer over all of `model`'s parameters, `optim.name`: "adam" or "adamw".
+    """The optimizer over all of `model`'s parameters, `optim.name`.
 
     groups: name the parameters as `model.named_parameters()` does, each parameter in one group. Moments have the
     weights' dtype, fp32.
@@ -32,6 +33,9 @@ def build_optimizer(model: Decoder, groups: list[ParameterGroup], config: OptimC
     Where the Triton kernel of Adam runs (`kernels.dispatch`) the optimizer is RowAdam. It also projects the rows and,
     where matrix products are in bf16, writes the matrices' bf16 copies, except under FSDP2, which casts its shards
     itself. Elsewhere it is torch's optimizer in its fused form, one pass over memory, on CPUs too.
+
+    For muon, normuon, adamh and muonh it is MatrixOptimizer, which neither projects nor writes copies. Newton-Schulz is
+    in the dtype of matrix products, bf16 for fp16.
     """
     parameters = dict(model.named_parameters())
     assert sorted(parameters) == sorted(name for group in groups for name in group.names)
@@ -42,6 +46,9 @@ def build_optimizer(model: Decoder, groups: list[ParameterGroup], config: OptimC
         }
         for group in groups
     ]
+    if config.matrix_step is not None:
+        dtype = model.embedding.dtype if model.compute_dtype is None else torch.bfloat16
+        return MatrixOptimizer(arguments, block_matrices(model), config, dtype)
     beta1, beta2 = config.betas
     matrices = [parameter for parameter in parameters.values() if parameter.ndim == 2]
     reason = next((found for matrix in matrices if (found := unsupported(matrix))), None)
@@ -62,10 +69,16 @@ def build_optimizer(model: Decoder, groups: list[ParameterGroup], config: OptimC
 
 
 def lr_factors(groups: Sequence[ParameterGroup], config: Config) -> list[float]:
-    """For each group, its learning rate / the rate of the step. It is 1 unless the architecture has learning rates by
-    kind of parameter (`ModelConfig.lr_factors`)."""
+    """For each group, its learning rate / the rate of the step. It is 1 unless the config has a rate for the kind of
+    parameter (optim.groups) or the architecture has (`ModelConfig.lr_factors`)."""
     factors = config.model.lr_factors(config.train.steps)
-    return [1.0 if factors is None else getattr(factors, group.kind or "vector") for group in groups]
+    found = []
+    for group in groups:
+        kind = group.kind or "vector"
+        rate: float | None = getattr(config.optim.groups, kind, None)
+        of_model = 1.0 if factors is None else getattr(factors, kind)
+        found.append(of_model if rate is None else rate / float(config.optim.lr))
+    return found
 
 
 @torch.no_grad()

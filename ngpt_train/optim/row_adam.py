@@ -118,6 +118,15 @@ def local_rows(matrix: Tensor) -> Tensor:
     return matrix.to_local() if isinstance(matrix, DTensor) else matrix
 
 
+def first_row(tensor: Tensor) -> int:
+    """The number of this rank's first row in the whole tensor. Only FSDP2's last shards have fewer rows."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    mesh = tensor.device_mesh
+    shard = mesh.ndim - 1
+    return min(mesh.get_local_rank(shard) * -(-len(tensor) // mesh.size(shard)), len(tensor))
+
+
 @dataclass
 class _Copy:
     values: Tensor  # (rows, d) bf16

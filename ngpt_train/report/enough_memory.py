@@ -33,7 +33,7 @@ def check_state_fits(config: Config, world: World) -> None:
     n_shards = int(whole.get(kind, 0))
 
     def size(model: Decoder) -> int:
-        return sum(item.bytes for item in state_items(model, n_shards, config.optim.ema_decay is not None))
+        return sum(item.bytes for item in state_items(model, n_shards, config.optim))
 
     ranks = 1 if world.device.type == "cuda" else world.local_size
     needed, there = ranks * without_memory(config.model, size), memory_of(world.device)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ngpt_train.config.schema import Config
+from ngpt_train.config.sections.optim import OptimConfig
 from ngpt_train.kernels.cross_entropy import CPU_ROWS, GPU_ROWS
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.layers.linear import cast_linears
@@ -53,12 +54,13 @@ def memory_per_rank(config: Config, model: Decoder, layout: Layout) -> list[Memo
     if layout.n_shards:
         return max(moments(config, model, layout), key=lambda items: sum(item.bytes for item in items))
     dtype, recompute = layout.dtype, config.train.activation_checkpointing
-    with_bf16_copy = cast_linears(model) if layout.fused_adam and dtype == torch.bfloat16 else []
+    copies_rows = layout.fused_adam and config.optim.matrix_step is None
+    with_bf16_copy = cast_linears(model) if copies_rows and dtype == torch.bfloat16 else []
     copies = sum(linear.matrix.numel() for linear in with_bf16_copy)
     found = activations_of(config, model, layout)
     activations = activation_items(found, found.kept, max(found.logits, found.working))
     items = [
-        *state_items(model, 0, config.optim.ema_decay is not None),
+        *state_items(model, 0, config.optim),
         *cast_items(model, dtype, recompute != "none", copies),
         *activations,
     ]
@@ -118,7 +120,7 @@ def moments(config: Config, model: Decoder, layout: Layout) -> Iterator[list[Mem
     The embeddings, and their gradients, are whole up to the end.
     """
     size, by_pass = layout.dtype.itemsize, config.parallel.gather == "pass"
-    weights, gradients, *others = state_items(model, layout.n_shards, config.optim.ema_decay is not None)
+    weights, gradients, *others = state_items(model, layout.n_shards, config.optim)
     blocks = matrices_of_blocks(model)
     n, output = len(blocks), model.unembedding.numel()
     embeddings = sum(p.numel() for p in model.parameters() if p.ndim == 2) - sum(blocks)
@@ -158,22 +160,27 @@ def matrices_of_blocks(model: Decoder) -> list[int]:
     return [sum(p.numel() for p in block.parameters() if p.ndim == 2) for block in model.blocks()]
 
 
-def state_items(model: Decoder, n_shards: int, averages: bool) -> list[MemoryItem]:
-    """Weights, gradients, Adam's two moments and the moving average of the weights, all in fp32."""
+def state_items(model: Decoder, n_shards: int, optim: OptimConfig) -> list[MemoryItem]:
+    """Weights, gradients, moments and the moving average of the weights, all in fp32. Adam has two moments, Muon one,
+    of the blocks' matrices."""
+    one_moment = optim.matrix_step is not None and optim.matrix_step.direction != "adam"
+    blocks = [p for block in model.blocks() for p in block.parameters() if p.ndim == 2] if one_moment else []
     vectors = sum(p.numel() for p in model.parameters() if p.ndim < 2)
     if n_shards:
         # FSDP2 shards a matrix by ceil(rows / shards) rows, so the first rank holds most. Vectors are not sharded.
         rows = {p: -(-p.shape[0] // n_shards) for p in model.parameters() if p.ndim == 2}
         held = vectors + sum(n_rows * p.shape[1] for p, n_rows in rows.items())
+        of_blocks = sum(rows[p] * p.shape[1] for p in blocks)
         share = f"(matrices / {n_shards} + vectors)"
     else:
-        held = model.n_params()
+        held, of_blocks = model.n_params(), sum(p.numel() for p in blocks)
         share = "parameters"
     return [
         MemoryItem("weights", 4 * held, True, f"4 x {share}"),
         MemoryItem("gradients", 4 * held, True, f"4 x {share}"),
-        MemoryItem("Adam's moments", 8 * held, True, f"8 x {share}"),
-        *([MemoryItem("moving average", 4 * held, True, f"4 x {share}")] if averages else []),
+        MemoryItem("Adam's moments", 8 * (held - of_blocks), True, f"8 x {share}{', without blocks' * one_moment}"),
+        *([MemoryItem("momentum", 4 * of_blocks, True, "4 x matrices of blocks")] if one_moment else []),
+        *([MemoryItem("moving average", 4 * held, True, f"4 x {share}")] if optim.ema_decay is not None else []),
     ]
 
 

@@ -147,7 +147,7 @@ def build_state(config: Config, world: World | None = None) -> TrainState:
     micro_rows = resolve_micro_rows(config, world.size)
     with explain_out_of_memory(micro_rows):
         model, forward = parallelize(config, world, micro_rows)
-    groups = model.parameter_groups()
+    groups = model.parameter_groups(by_kind=bool(config.optim.groups.chosen()))
     optimizer = build_optimizer(model, groups, config.optim)
     if config.optim.storage == "bf16":
         round_to_bf16_(model)

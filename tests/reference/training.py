@@ -60,10 +60,12 @@ def train(
     batches: Sequence[Sequence[Batch]],
     recipe: Recipe,
     rates: Mapping[str, float] | None = None,
+    move: Callable[[str, Tensor, Tensor, float], bool] = lambda *_: False,
 ) -> list[tuple[float, float]]:
     """Train `weights` in place, one list of micro batches a step; (loss, gradient norm before clipping) of each.
 
-    rates: of each weight, relative to the learning rate; all 1 without it.
+    rates: of each weight, relative to the learning rate; all 1 without it. move: takes the step of a weight (name,
+    weight, gradient, rate), or leaves it to Adam and returns False.
     """
     names = list(weights)
     moment1 = {name: torch.zeros_like(x) for name, x in weights.items()}
@@ -85,6 +87,8 @@ def train(
                 lr = learning_rate(recipe, t) * (rates or {}).get(name, 1.0)
                 x.requires_grad_(False)
                 g = gradients[name] * factor
+                if move(name, x, g, lr):
+                    continue
                 m = moment1[name].mul_(recipe.beta1).add_((1 - recipe.beta1) * g)
                 v = moment2[name].mul_(recipe.beta2).add_((1 - recipe.beta2) * g * g)
                 m_hat = m / (1 - recipe.beta1 ** (t + 1))

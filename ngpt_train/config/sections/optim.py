@@ -1,142 +1,50 @@
-"""The keys optim.* and schedule.*: the optimizer, and the learning rate over the steps.
-
-`optim.lr_table` has learning rates by scale, context and budget:
-
-    tiny: {256: 2.0e-2}                                     # a rate, whatever the budget
-    0.5b:
-      1024:
-        - {tokens: 5.24e9, lr: 2.5e-3, source: who found it, and how}
-        - {tokens: 105e9, lr: 1.0e-3, source: why it may do, extrapolation: true}
-
-An entry has `lr`. It may have `tokens` or `steps`, the budget of the runs that it was found with; `source`; `model`,
-the architecture that it was found for; and `extrapolation`, true where it was found for something else or not at all.
-"""
+"""The keys optim.* and schedule.*: the optimizer, and the learning rate over the steps."""
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Union
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Union
 
 from ngpt_train.config.keys import AUTO, COUNT_OR_0, Conflict, FloatOrAuto, IntOrAuto, Table, key
-from ngpt_train.config.validate import Origin, keep_later, mistake
+from ngpt_train.config.sections.lr_table import OPTIMIZERS, found_for, look_up, problem_of
+from ngpt_train.config.validate import Origin, keep_later, mistake, show
 
 if TYPE_CHECKING:
+    from ngpt_train.config.model_keys import ModelConfig
     from ngpt_train.config.schema import Config
 
-BUDGETS = ("tokens", "steps")
-TEXTS = ("source", "model")
-FIELDS = ("lr", *BUDGETS, *TEXTS, "extrapolation")
-# Budgets so near have the same rate: rates are tried in steps of two or so, and the best one falls with a small power
-# of the budget.
-NEAR = 2.0
+
+class MatrixStep(NamedTuple):
+    """The step on a matrix of the blocks: optim/matrix_steps.py."""
+
+    direction: str  # adam, muon, normuon
+    keeps_norm: bool  # Hyperball
 
 
-def look_up(row: Mapping[int, Any], model: str, context: int, run: Mapping[str, int]) -> tuple[float, str]:
-    """The learning rate of one scale for a run of `model` at `context`, whose tokens and steps are `run`; and in words
-    where it is from.
-
-    Of the contexts the longest within the run's counts, else the shortest there is; of its entries the one whose budget
-    is nearest by its logarithm, of two as near the larger. An entry for another context or architecture, or for budgets
-    further than NEAR from the run's, is an extrapolation, as is one that says so.
-    """
-    nearest = max((each for each in row if each <= context), default=min(row))
-    entries = row[nearest] if isinstance(row[nearest], list) else [{"lr": row[nearest]}]
-    entry = min(entries, key=lambda entry: (round(_distance(entry, run), 6), -_budget(entry)[1]))
-    beyond = all(_distance(entry, run) > math.log(NEAR) for entry in entries) and not _between(entries, run)
-    elsewhere = nearest != context or beyond
-    for_another = entry.get("model", model) != model
-
-    unit, budget = _budget(entry)
-    amount = f"{_amount(budget, unit)} at " if budget else ""
-    text = f"{entry.get('source', 'optim.lr_table')} ({amount}context {nearest})"
-    if entry.get("extrapolation", False) or elsewhere or for_another:
-        text = f"an extrapolation: {text}"
-    if for_another:
-        text += f"; it is {entry['model']}'s"
-    if elsewhere:
-        of_run = f"{_amount(run[unit], unit)} at " if budget else ""
-        text += f"; this run has {of_run}context {context}"
-    return float(entry["lr"]), text
+MATRIX_STEPS = {
+    "muon": MatrixStep("muon", keeps_norm=False),
+    "normuon": MatrixStep("normuon", keeps_norm=False),
+    "adamh": MatrixStep("adam", keeps_norm=True),
+    "muonh": MatrixStep("muon", keeps_norm=True),
+}
 
 
-def _budget(entry: Mapping[str, Any]) -> tuple[str, float]:
-    """Its unit and number; 0 of an entry for any budget."""
-    return next(((unit, float(entry[unit])) for unit in BUDGETS if unit in entry), ("tokens", 0.0))
+@dataclass
+class GroupsConfig:
+    """Peak learning rates of their own. The schedule multiplies all rates alike."""
 
+    embedding: Union[float, None] = key(
+        None, "Of input embeddings and learned positions; null is optim.lr.", above=0, maximum=1000
+    )
+    output: Union[float, None] = key(None, "Of the output embedding; null is optim.lr.", above=0, maximum=1000)
+    vector: Union[float, None] = key(
+        None, "Of gains, biases and scale vectors; null is optim.lr.", above=0, maximum=1000
+    )
 
-def _distance(entry: Mapping[str, Any], run: Mapping[str, int]) -> float:
-    """Between the logarithms of the budgets."""
-    unit, budget = _budget(entry)
-    return abs(math.log(run[unit] / budget)) if budget else 0.0
-
-
-def _between(entries: list[dict[str, Any]], run: Mapping[str, int]) -> bool:
-    """Whether the run's budget is between those of the entries."""
-    units, budgets = zip(*map(_budget, entries), strict=True)
-    return bool(min(budgets) <= run[units[0]] <= max(budgets))
-
-
-def _amount(budget: float, unit: str) -> str:
-    for size, word in ((1e9, "billion "), (1e6, "million "), (1e3, "thousand ")):
-        if budget >= size and unit == "tokens":
-            return f"{budget / size:.3g} {word}tokens"
-    return f"{budget:,.0f} {unit.removesuffix('s') if budget == 1 else unit}"
-
-
-def problem_of(table: Mapping[Any, Any]) -> str | None:
-    """The first mistake in a table, and where it is; None for a correct one."""
-    return next(_problems(table), None)
-
-
-def _problems(table: Mapping[Any, Any]) -> Iterator[str]:
-    for scale, row in table.items():
-        if not isinstance(scale, str) or not isinstance(row, dict):
-            yield f"{scale}: must be the name of a scale, and then {{CONTEXT: LR}}"
-            continue
-        for context, entries in row.items():
-            where = f"{scale}, {context!r}"  # '64' is text
-            if type(context) is not int or context <= 0:
-                yield f"{where}: a context is an integer > 0"
-            elif not isinstance(entries, list):
-                if not _is_positive(entries):
-                    yield f"{where}: must be a number > 0, or a list such as [{{tokens: 5.0e+9, lr: 0.001}}]"
-            else:
-                yield from _problems_of_entries(where, entries)
-
-
-def _problems_of_entries(where: str, entries: list[Any]) -> Iterator[str]:
-    if not entries:
-        yield f"{where}: the list has no entry"
-    budgets, seen = set(), set()
-    for number, entry in enumerate(entries, start=1):
-        place = f"{where}, entry {number}"
-        if not isinstance(entry, dict) or "lr" not in entry:
-            yield f"{place}: must be a mapping with lr"
-            continue
-        for name, value in entry.items():
-            if name not in FIELDS:
-                yield f"{place}: {name} is none of {', '.join(FIELDS)}"
-            elif name in ("lr", *BUDGETS) and not _is_positive(value):
-                yield f"{place}: {name} must be a number > 0"
-            elif name in TEXTS and not (isinstance(value, str) and value):
-                yield f"{place}: {name} must be text"
-            elif name == "extrapolation" and not isinstance(value, bool):
-                yield f"{place}: {name} must be true or false"
-        budgets.add(tuple(name for name in BUDGETS if name in entry))
-        unit, budget = _budget(entry)
-        if budget in seen:
-            yield f"{place}: an entry before it has {unit}: {budget:g} as well"
-        seen |= {budget} if budget else set()
-    if len(budgets) > 1 or (len(entries) > 1 and budgets == {()}) or ("tokens", "steps") in budgets:
-        yield f"{where}: all entries have tokens, or all have steps; a single one may have neither"
-
-
-def _is_positive(value: Any) -> bool:
-    """A number that a float can hold."""
-    return type(value) in (int, float) and 0 < value <= sys.float_info.max
+    def chosen(self) -> list[str]:
+        """The keys that are set."""
+        return [name for name, rate in vars(self).items() if rate is not None]
 
 
 @dataclass
@@ -145,7 +53,13 @@ class OptimConfig:
 
     may_change: ClassVar = ("lr_table", "lr_source")
 
-    name: str = key("adamw", "Optimizer; adam never decays.", choices=("adam", "adamw"))
+    name: str = key(
+        "adamw",
+        "Optimizer; adam never decays. The others step so on the blocks' matrices alone, and as adamw elsewhere: muon "
+        "orthogonalises the momentum; normuon also brings its rows to about one length; adamh and muonh take Adam's "
+        "and Muon's direction and keep each matrix's length (Hyperball), so that lr is about the angle of a step.",
+        choices=OPTIMIZERS,
+    )
     lr: FloatOrAuto = key(
         AUTO, "Peak learning rate; auto looks up lr_table by scale, context and budget.", above=0, maximum=1000
     )
@@ -156,11 +70,23 @@ class OptimConfig:
         "counts, else the shortest there is; of its entries the one with the nearest budget, by its logarithm.",
         table=Table(problem_of, "{tiny: {256: 0.001}}", "Set optim.lr, or write a recipe in YAML"),
     )
+    groups: GroupsConfig = field(default_factory=GroupsConfig)
     lr_source: str = key("", "Where optim.lr is from, which the log says. With lr=auto the entry of lr_table says it.")
     betas: list[float] = key([0.9, 0.95], "Adam's decay rates of the first and second moment.")
     eps: float = key(1e-8, "Adam's epsilon.", above=0, maximum=1)
+    momentum: float = key(0.95, "Of muon, normuon and muonh: decay rate of the averaged gradient.", minimum=0, below=1)
+    nesterov: bool = key(True, "Of muon, normuon and muonh: the average is taken one gradient further.")
+    adjust_lr: str = key(
+        "original",
+        "Of muon and normuon, the factor of a step on an out x in matrix: original is sqrt(max(1, out / in)), "
+        "match_rms_adamw 0.2 sqrt(max(out, in)), with which rates and decay are about AdamW's.",
+        choices=("original", "match_rms_adamw"),
+    )
     weight_decay: float = key(
-        0.1, "Decoupled weight decay of the matrices; nGPT takes only 0.", minimum=0, maximum=1000
+        0.1,
+        "Decoupled weight decay of the matrices; nGPT, adamh and muonh take only 0.",
+        minimum=0,
+        maximum=1000,
     )
     z_loss: float = key(
         0.0,
@@ -202,21 +128,58 @@ class OptimConfig:
     def from_table(self, config: Config) -> tuple[float, str]:
         """The learning rate of lr_table for a config whose batch is resolved, and where it is from. Raises ConfigError
         where there is none."""
-        row: dict[int, Any] | None = self.lr_table.get(config.scale.name)
+        row = self.row_of(config.scale.name)
         if not row:
-            scales = ", ".join(self.lr_table) or "no scale"
-            problem = f"the recipe's table has no learning rate for scale={config.scale.name}, only for {scales}"
+            scales = ", ".join(scale for scale in self.lr_table if self.row_of(scale)) or "no scale"
+            of_optimizer = "" if self.matrix_step is None else f" and optim.name={self.name}"
+            missing = f"for scale={config.scale.name}{of_optimizer}, only for {scales}"
+            problem = f"the recipe's table has no learning rate {missing}"
             raise mistake(f"optim.lr=auto: {problem}", "Set optim.lr=NUMBER")
         steps, context = config.train.steps, config.model.context
         tokens = steps * config.train.rows_per_step * context
         return look_up(row, config.model.name, context, {"tokens": tokens, "steps": steps})
 
-    def conflicts(self) -> Iterator[Conflict]:
-        """Keys that exclude each other."""
+    @property
+    def matrix_step(self) -> MatrixStep | None:
+        """The step on the matrices of blocks; None: Adam's, as on all parameters."""
+        return MATRIX_STEPS.get(self.name)
+
+    def row_of(self, scale: str) -> dict[int, Any]:
+        """The contexts and entries of lr_table for this optimizer at `scale`; empty where there are none."""
+        return found_for(self.lr_table.get(scale, {}), self.name)
+
+    def conflicts(self, model: ModelConfig) -> Iterator[Conflict]:
+        """Keys that exclude each other, and keys without an effect."""
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             yield "optim.betas", "not two numbers >= 0 and < 1", "For example optim.betas=[0.9,0.95]"
         if self.weight_decay and self.name == "adam":
             yield "optim.weight_decay optim.name", "adam never decays", "Set optim.name=adamw or optim.weight_decay=0"
+        step = self.matrix_step
+        if step is not None and step.keeps_norm:
+            if self.weight_decay:
+                problem = "a matrix that keeps its length cannot decay"
+                yield "optim.weight_decay optim.name", problem, "Set optim.weight_decay=0, or optim.name=adamw or muon"
+            if model.init.residual == 0:
+                problem = "a matrix that starts at 0 would keep the length 0"
+                yield "model.init.residual optim.name", problem, "Set model.init.residual above 0, or optim.name=muon"
+        yield from self._without_effect()
+        if self.groups.output is not None and model.tied_embeddings:
+            problem = "the output embedding is the input embedding"
+            yield "optim.groups.output model.tied_embeddings", problem, "Set optim.groups.embedding instead"
+
+    def _without_effect(self) -> Iterator[Conflict]:
+        """Keys of other optimizers."""
+        step = self.matrix_step
+        unused: list[str] = []
+        if step is None or step.direction == "adam":
+            unused += ["momentum", "nesterov"]
+        if step is None or step.keeps_norm:
+            unused.append("adjust_lr")
+        for name in unused:
+            value, default = getattr(self, name), getattr(OptimConfig, name)
+            if value != default:
+                key, fix = f"optim.{name}", f"Leave it out, or set optim.{name}={show(default)}"
+                yield f"{key} optim.name", f"{key} has no effect then", fix
 
 
 @dataclass

@@ -136,6 +136,13 @@ class ComposedConfig(PositionKeys, PowerNormConfig):
             elif getattr(self, name) and self.group_scaling:
                 problem = "layer-scale stands before the norms of h, q and k have none"
                 yield f"model.{name} model.group_scaling", problem, "Set one of them to false or 0"
+        if config.optim.matrix_step is not None and config.optim.matrix_step.keeps_norm:
+            fix = "Set optim.name=adamw or muon, or choose a norm with a gain before each sublayer"
+            if self.norm in ("layer_no_gain", "layer_plain"):
+                yield "optim.name model.norm", "matrices keep their lengths, and no gain makes up for one", fix
+            elif "reordered" in (self.placement_of("attn"), self.placement_of("mlp")):
+                problem = "matrices keep their lengths, and no gain stands before them to make up for one"
+                yield "optim.name model.norm_placement", problem, fix
         groups, d_mlp = int(self.group_scaling), int(self.d_mlp or 4 * self.d_model)
         if self.ffn_norm == "norm" and groups and d_mlp % groups:
             fix = nearest_multiples("model.d_mlp", d_mlp, groups)

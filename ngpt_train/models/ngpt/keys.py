@@ -186,6 +186,12 @@ class NGPTConfig(ModelConfig):
         if self.lr_rule != "none" and self.tied_embeddings:
             fix = "Set model.tied_embeddings=false, or model.lr_rule=none"
             yield "model.tied_embeddings model.lr_rule", "one matrix cannot have the rates of two", fix
+        if self.lr_rule != "none" and config.optim.matrix_step is not None:
+            fix = "Set optim.name=adam, or model.lr_rule=none"
+            yield "optim.name model.lr_rule", "the rule's factors are of Adam's steps", fix
+        if self.lr_rule != "none" and (own := config.optim.groups.chosen()):
+            fix = f"Set model.lr_rule=none, or leave optim.groups.{own[0]} out"
+            yield f"optim.groups.{own[0]} model.lr_rule", "the rule has a rate for each of them", fix
 
     def not_in_weights(self) -> set[str]:
         return super().not_in_weights() | {"lr_rule"}

@@ -34,7 +34,8 @@ class Telemetry(Observer):
         compiled = resolve_compile(state.config.train.compile, world.device.type)
         self._scores = AttentionScores(model, compiled, world.device)
         self._running = RunningStatistics(model, world.size, world.device)
-        self._weights = WeightChanges(model, world.is_main, world.device)
+        turns = model.on_sphere or state.config.optim.matrix_step is not None
+        self._weights = WeightChanges(model, world.is_main, world.device, turns)
         vectors = Vectors(model, world.is_main, world.device)
         self._parts: tuple[Part, ...] = (self._weights, vectors, self._running, self._scores)
         self._lengths: list[tuple[int, int]] = []  # of the numbers of each part

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ngpt_train.distributed.layouts import replicas, shard_number
+from ngpt_train.distributed.layouts import replicas
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.weights import canonical, named_weights
 from ngpt_train.observe.telemetry import Numbers, Record, norms, ratio
-from ngpt_train.optim.row_adam import local_rows
+from ngpt_train.optim.row_adam import first_row, local_rows
 
 SHORTEST = 1e-30  # no divisor is smaller: a row of zeros has no direction
 
@@ -37,7 +37,8 @@ class WeightChanges:
     that all ranks hold whole.
     """
 
-    def __init__(self, model: Decoder, is_main: bool, device: torch.device) -> None:
+    def __init__(self, model: Decoder, is_main: bool, device: torch.device, turns: bool) -> None:
+        """turns: whether angles of rows say what a step does."""
         self.device = device
         self.parameters: list[Tensor] = []
         self.weights: list[Weight] = []
@@ -51,7 +52,7 @@ class WeightChanges:
                 self.weights.append(Weight(canonical(path), index, slice(low, high), n_rows, parameter.ndim == 2))
                 adds.append(1 / replicas(parameter) if isinstance(parameter, DTensor) else float(is_main))
                 start += n_rows
-        self.turning = [weight for weight in self.weights if weight.is_matrix and model.on_sphere]
+        self.turning = [weight for weight in self.weights if weight.is_matrix and turns]
         self.adds = torch.tensor(adds, dtype=torch.float64, device=device)
         turning = [add for add, weight in zip(adds, self.weights, strict=True) if weight in self.turning]
         self.adds_angle = torch.tensor(turning, dtype=torch.float64, device=device)
@@ -126,14 +127,6 @@ class WeightChanges:
         angles = iter((2 * (chord / 2).asin()).split([len(lengths) for lengths in self._lengths]))
         by_index = {index: next(angles) for index in dict.fromkeys(weight.index for weight in self.turning)}
         return [by_index[weight.index][weight.rows] for weight in self.turning]
-
-
-def first_row(tensor: Tensor) -> int:
-    """The number of this rank's first row in the whole tensor. Only FSDP2's last shards have fewer rows."""
-    if not isinstance(tensor, DTensor):
-        return 0
-    n_shards = tensor.device_mesh.size(tensor.device_mesh.ndim - 1)
-    return min(shard_number(tensor) * -(-len(tensor) // n_shards), len(tensor))
 
 
 def places(names: Iterable[str]) -> dict[str, list[str]]:

@@ -9,7 +9,7 @@ import pytest
 
 from ngpt_train.config import Config, ConfigError, check_resume, list_experiments, load_config, to_dict
 from ngpt_train.config.compose import compose
-from ngpt_train.config.sections.optim import look_up, problem_of
+from ngpt_train.config.sections.lr_table import look_up, problem_of
 from ngpt_train.config.stored import with_first_values
 from ngpt_train.config.yaml_files import config_dir
 

@@ -15,7 +15,7 @@ import pytest
 from ngpt_train.__main__ import main
 from ngpt_train.config import ConfigError
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.config.sections.optim import problem_of
+from ngpt_train.config.sections.lr_table import problem_of
 from ngpt_train.config.yaml_files import parse
 from ngpt_train.study import runner
 from ngpt_train.study.cost import ArmSize
