@@ -104,7 +104,7 @@ class Config:
         yield from self.train.conflicts(self, world_size)
         yield from self.schedule.conflicts(self)
         yield from self.model.conflicts(self)
-        yield from self.optim.conflicts()
+        yield from self.optim.conflicts(self.model)
         yield from self.data.conflicts(self.model, self.tokenizer)
         yield from self.tokenizer.conflicts()
         yield from self.checkpoint.conflicts(self.eval)

@@ -24,6 +24,7 @@ from ngpt_train.config.keys import AUTO, COUNT_OR_0, Conflict, FloatOrAuto, IntO
 from ngpt_train.config.validate import Origin, keep_later, mistake
 
 if TYPE_CHECKING:
+    from ngpt_train.config.model_keys import ModelConfig
     from ngpt_train.config.schema import Config
 
 BUDGETS = ("tokens", "steps")
@@ -159,6 +160,21 @@ class OptimConfig:
     lr_source: str = key("", "Where optim.lr is from, which the log says. With lr=auto the entry of lr_table says it.")
     betas: list[float] = key([0.9, 0.95], "Adam's decay rates of the first and second moment.")
     eps: float = key(1e-8, "Adam's epsilon.", above=0, maximum=1)
+    gate_power: Union[float, None] = key(
+        None,
+        "a of GatedAdamW (second-hand), which multiplies Adam's step by d^a / (d^a + gate_eps^a), with d = sqrt(v) + "
+        "eps; 0.5 is the paper's, 1 is Adam with the epsilon eps + gate_eps. null: no gate.",
+        above=0,
+        maximum=10,
+    )
+    gate_eps: float = key(1e-8, "The d at which the gate halves a step; the value is ours.", above=0, maximum=1)
+    angle_cap: Union[float, None] = key(
+        None,
+        "Angular step cap (second-hand): the most radians, the same at each step, that a step turns a row of the "
+        "blocks' matrices, where rows are on the sphere. null: no cap.",
+        minimum=1e-5,  # the rounding of a row, 1e-7, never counts as a turn
+        maximum=3.2,
+    )
     weight_decay: float = key(
         0.1, "Decoupled weight decay of the matrices; nGPT takes only 0.", minimum=0, maximum=1000
     )
@@ -211,12 +227,18 @@ class OptimConfig:
         tokens = steps * config.train.rows_per_step * context
         return look_up(row, config.model.name, context, {"tokens": tokens, "steps": steps})
 
-    def conflicts(self) -> Iterator[Conflict]:
+    def conflicts(self, model: ModelConfig) -> Iterator[Conflict]:
         """Keys that exclude each other."""
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             yield "optim.betas", "not two numbers >= 0 and < 1", "For example optim.betas=[0.9,0.95]"
         if self.weight_decay and self.name == "adam":
             yield "optim.weight_decay optim.name", "adam never decays", "Set optim.name=adamw or optim.weight_decay=0"
+        if self.gate_power is None and self.gate_eps != OptimConfig.gate_eps:
+            fix = "Set optim.gate_power=0.5, or leave optim.gate_eps out"
+            yield "optim.gate_eps optim.gate_power", "optim.gate_eps has no effect without a gate", fix
+        if self.angle_cap is not None and not model.unit_rows:
+            fix = "Set optim.angle_cap=null, or take model=ngpt with model.constraint=projection"
+            yield "optim.angle_cap model.name", "the cap is for rows that each step brings back to length 1", fix
 
 
 @dataclass
@@ -228,14 +250,15 @@ class ScheduleConfig:
     kind: str = key(
         "cosine",
         "Shape after the warmup: cosine, linear, wsd (stable, then linear decay), constant, inverse_sqrt (falls as 1 / "
-        "sqrt(step), whatever train.steps is; a warmup of 0 counts as 1), or ramp (no warmup: grows from 0 to optim.lr "
-        "over train.steps, to see at which rate the loss explodes).",
-        choices=("cosine", "wsd", "linear", "constant", "inverse_sqrt", "ramp"),
+        "sqrt(step), whatever train.steps is; a warmup of 0 counts as 1), ramp (no warmup: grows from 0 to optim.lr "
+        "over train.steps, to see at which rate the loss explodes), or log (falls with the logarithm of the progress, "
+        "fastest at first; schedule.rho).",
+        choices=("cosine", "wsd", "linear", "constant", "inverse_sqrt", "ramp", "log"),
     )
     warmup_steps: IntOrAuto = key(
         AUTO,
-        "Linear warmup; auto is min(2000, 10 % of train.steps), of a ramp 0. One that a file sets is auto where a "
-        "train.steps that is set later leaves no room for it.",
+        "Linear warmup; auto is min(2000, 10 % of train.steps), of a ramp 0, of log 10 %. One that a file sets is auto "
+        "where a train.steps that is set later leaves no room for it.",
         **COUNT_OR_0,
     )
     warmup_tokens: Union[int, None] = key(
@@ -245,7 +268,7 @@ class ScheduleConfig:
         maximum=1_000_000_000_000_000,
     )
     final_lr: float = key(
-        0.0, "Learning rate that cosine, linear and wsd end at; the others take only 0.", minimum=0, maximum=1000
+        0.0, "Learning rate that cosine, linear, wsd and log end at; the others take only 0.", minimum=0, maximum=1000
     )
     final_share: Union[float, None] = key(
         None,
@@ -254,10 +277,13 @@ class ScheduleConfig:
         maximum=1,
     )
     decay_fraction: float = key(0.2, "wsd: last part of train.steps that decays.", above=0, maximum=1)
+    rho: float = key(
+        0.1, "log: the smaller, the faster the first fall; large is linear. The value is ours.", above=0, maximum=1000
+    )
 
     def auto_warmup(self, steps: int) -> int:
         """The warmup that auto stands for in a run of `steps` steps."""
-        return 0 if self.kind == "ramp" else min(2000, steps // 10)
+        return {"ramp": 0, "log": steps // 10}.get(self.kind, min(2000, steps // 10))
 
     def resolve(self, config: Config, origins: Mapping[str, Origin]) -> None:
         """Sets final_lr and warmup_steps. Of final_lr and final_share, and of warmup_steps and warmup_tokens, the one
@@ -296,5 +322,8 @@ class ScheduleConfig:
         if self.decay_fraction != ScheduleConfig.decay_fraction and self.kind != "wsd":
             fix = "Set schedule.kind=wsd, or leave schedule.decay_fraction out"
             yield "schedule.decay_fraction schedule.kind", "only wsd decays in a last part of the steps", fix
+        if self.rho != ScheduleConfig.rho and self.kind != "log":
+            fix = "Set schedule.kind=log, or leave schedule.rho out"
+            yield "schedule.rho schedule.kind", "only log has a rho", fix
         if self.final_lr > float(lr):
             yield "schedule.final_lr optim.lr", "ends above the peak", f"Set schedule.final_lr to {lr} or less"
