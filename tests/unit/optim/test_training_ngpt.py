@@ -11,12 +11,10 @@ from torch import Tensor
 
 from ngpt_train.config import load_config
 from ngpt_train.config.sections.optim import ScheduleConfig
-from ngpt_train.kernels import dispatch
 from ngpt_train.models import build_model
 from ngpt_train.models.ngpt.model import preconditioned
 from ngpt_train.optim.angle_cap import cap_
 from ngpt_train.optim.gated_adam import GatedAdam, gate
-from ngpt_train.optim.row_adam import RowAdam
 from ngpt_train.optim.schedule import lr_at
 from ngpt_train.training import build_state, train_step
 from tests.properties.architectures import SMALL
@@ -109,21 +107,19 @@ def test_the_cap_is_never_exceeded(theta: float) -> None:
     torch.testing.assert_close(torch.nn.functional.normalize(long, dim=1), capped, rtol=0, atol=1e-12)
 
 
-def turned(cap: float | None, triton: bool = False) -> tuple[dict[str, Tensor], dict[str, float]]:
+def turned(cap: float | None) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Weights of a run of large steps; and the largest angle of a row of each matrix in a step."""
-    given = ["train.precision=fp32", f"optim.angle_cap={'null' if cap is None else cap}"]
-    with dispatch.chosen("triton" if triton else "torch", None):
-        state = build_state(run_config("ngpt", SMALL, RECIPE, rows=ROWS, context=T, micro_rows=ROWS, options=given))
-        assert isinstance(state.optimizer, RowAdam) == triton
-        largest: dict[str, float] = {}
-        for step in range(RECIPE.steps):
-            old = {name: x.detach().double() for name, x in state.model.named_parameters() if x.ndim == 2}
-            train_step(state, [text_like_rows(ROWS, T, SMALL.vocab_size, seed=step)])
-            for name, x in state.model.named_parameters():
-                if name in old:
-                    assert (x.detach().norm(dim=1) - 1).abs().max() < 1e-6
-                    angles = 2 * ((x.detach().double() - old[name]).norm(dim=1) / 2).asin()
-                    largest[name] = max(largest.get(name, 0.0), angles.max().item())
+    given = [f"optim.angle_cap={'null' if cap is None else cap}"]
+    state = build_state(run_config("ngpt", SMALL, RECIPE, rows=ROWS, context=T, micro_rows=ROWS, options=given))
+    largest: dict[str, float] = {}
+    for step in range(RECIPE.steps):
+        old = {name: x.detach().double() for name, x in state.model.named_parameters() if x.ndim == 2}
+        train_step(state, [text_like_rows(ROWS, T, SMALL.vocab_size, seed=step)])
+        for name, x in state.model.named_parameters():
+            if name in old:
+                assert (x.detach().norm(dim=1) - 1).abs().max() < 1e-6
+                angles = 2 * ((x.detach().double() - old[name]).norm(dim=1) / 2).asin()
+                largest[name] = max(largest.get(name, 0.0), angles.max().item())
     return {name: x.detach() for name, x in state.model.named_parameters()}, largest
 
 
