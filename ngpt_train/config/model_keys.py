@@ -179,6 +179,11 @@ class ModelConfig:
         return bool(self.embedding_dropout or self.residual_dropout or self.attention_dropout)
 
     @property
+    def unit_rows(self) -> bool:
+        """Whether every row of every matrix has length 1 after each step."""
+        return False
+
+    @property
     def uses_rope(self) -> bool:
         """Whether attention turns q and k, so that a head needs an even width."""
         return True

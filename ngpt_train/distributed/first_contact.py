@@ -133,7 +133,8 @@ def adam_calls(config: Config, world: World, model: Decoder) -> Counter[Call]:
     shards = resolve_shard(config.parallel, kind, world.size, world.local_size) or 1
     parameters = dict(model.named_parameters())
     matrices = [parameter for parameter in parameters.values() if parameter.ndim == 2]
-    if config.optim.matrix_step is not None or any(unsupported(matrix) for matrix in matrices):
+    others = config.optim.matrix_step is not None or config.optim.gate_power is not None
+    if others or any(unsupported(matrix) for matrix in matrices):
         return Counter()
     casts = model.compute_dtype == torch.bfloat16 and kind not in ("fsdp", "hsdp")
     copied = {id(linear.matrix) for linear in cast_linears(model) if casts}

@@ -13,6 +13,9 @@ pass. Gradients of the summed loss, with p = softmax(z) and e_t the unit vector 
     dz = (1 + 2 c lse) p - (1 - e) e_t - e / V        dh = W'^T dz        dW' = sum over tokens of dz h^T
     dW = diag(s_z) dW'                                ds_z = rowsum(dW' * W)
 
+With a `gradient_scale` g (nGPT's logit preconditioning, models/ngpt/model.py) dh = (diag(g) W)^T dz and dW = diag(g)
+dW'; the loss and ds_z stay.
+
 The loss is a sum, so the forward pass can compute its gradients too, up to the incoming factor dL/dloss. It takes
 the tokens in chunks. For each chunk it computes the logits and losses, writes dz over the logits, and computes dh and
 the chunk's part of dW'. The next chunk's logits use the same memory. The backward pass only multiplies by dL/dloss.
@@ -42,6 +45,7 @@ def linear_cross_entropy(
     scale: Tensor | None = None,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
+    gradient_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(loss, cross_entropy, z_term) of the logits z = scale * (matrix h): sums over the targets, in nats.
 
@@ -52,6 +56,7 @@ def linear_cross_entropy(
     z_loss: adds z_loss * logsumexp(logits)^2 to the loss for every target that counts.
     label_smoothing: the loss has (1 - label_smoothing) times the cross-entropy and label_smoothing times the mean over
     the V tokens of -log p, as torch's F.cross_entropy; `cross_entropy` stays the plain one.
+    gradient_scale: `(V,)`, without a gradient; replaces scale in the gradients of h and matrix; None is scale.
 
     Results are 0-dim, in fp32 (fp64 for fp64 h). Only loss has gradients. Without smoothing loss is cross_entropy +
     z_term. z_term is None where z_loss is 0. Gradients have the dtype and shape of their tensors; sums over tokens are
@@ -61,6 +66,10 @@ def linear_cross_entropy(
     """
     h = at_least_fp32(h)
     z = F.linear(h, scaled(matrix.to(h.dtype), scale))  # (..., V)
+    if gradient_scale is not None:  # z of before, to which h and matrix are constants, and a 0 with their gradients
+        z = F.linear(h.detach(), scaled(matrix.detach().to(h.dtype), scale))
+        carrier = F.linear(h, scaled(matrix.to(h.dtype), gradient_scale))
+        z = z + (carrier - carrier.detach())
     counts = targets != IGNORED
     lse = z.logsumexp(-1)
     z_t = z.gather(-1, targets.where(counts, 0)[..., None]).squeeze(-1)
@@ -73,11 +82,12 @@ def linear_cross_entropy(
     return loss, cross_entropy.detach(), z_term.detach() if z_loss else None
 
 
-def check(h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None) -> None:
+def check(h: Tensor, matrix: Tensor, targets: Tensor, *scales: Tensor | None) -> None:
     if h.shape[:-1] != targets.shape or h.shape[-1:] != matrix.shape[1:]:
         raise ValueError(f"h {tuple(h.shape)}, matrix {tuple(matrix.shape)}, targets {tuple(targets.shape)} do not fit")
-    if scale is not None and scale.shape != matrix.shape[:1]:
-        raise ValueError(f"scale {tuple(scale.shape)} and matrix {tuple(matrix.shape)} do not fit")
+    for scale in scales:
+        if scale is not None and scale.shape != matrix.shape[:1]:
+            raise ValueError(f"scale {tuple(scale.shape)} and matrix {tuple(matrix.shape)} do not fit")
 
 
 @linear_cross_entropy.twin
@@ -89,10 +99,12 @@ def in_chunks(
     scale: Tensor | None = None,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
+    gradient_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    check(h, matrix, targets, scale)
+    check(h, matrix, targets, scale, gradient_scale)
     enabled = torch.is_grad_enabled()
-    loss, *parts = _LinearCrossEntropy.apply(h, matrix, targets, scale, z_loss, label_smoothing, enabled, on_triton)
+    options = z_loss, label_smoothing, gradient_scale, enabled, on_triton
+    loss, *parts = _LinearCrossEntropy.apply(h, matrix, targets, scale, *options)
     cross_entropy, z_term = parts or (loss.detach(), None)
     return loss, cross_entropy, z_term if z_loss else None
 
@@ -123,14 +135,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale: Tensor | None,
         z_loss: float,
         label_smoothing: float,
+        gradient_scale: Tensor | None,
         grad_enabled: bool,
         on_triton: bool,
     ) -> tuple[Tensor, ...]:
         # grad_enabled is an argument because autograd is always off in here, and needs_input_grad ignores it.
         need_h, need_matrix, _, need_scale, *_ = (grad_enabled and needed for needed in ctx.needs_input_grad)
         losses, z_term, dh, dmatrix, dscale, smoothing = linear_cross_entropy_forward(
-            h, matrix, targets, scale, z_loss, need_h, need_matrix, need_scale, label_smoothing, on_triton
-        )
+            h, matrix, targets, scale, z_loss, need_h, need_matrix, need_scale, label_smoothing, on_triton,
+            gradient_scale,
+        )  # fmt: skip
         cross_entropy = losses.sum()  # one sum, whose order does not depend on the size of the chunks
         ctx.save_for_backward(dh, dmatrix, dscale)
         if z_loss == 0 and label_smoothing == 0:
@@ -150,10 +164,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             times(dmatrix, dloss) if need_matrix else None,
             None,
             dscale * dloss if need_scale else None,
-            None,
-            None,
-            None,
-            None,
+            *[None] * 5,
         )
 
 
@@ -176,6 +187,7 @@ def linear_cross_entropy_forward(
     need_scale: bool,
     label_smoothing: float,
     on_triton: bool,
+    gradient_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(cross-entropies `(N,)`, z-loss terms, dh, dmatrix, dscale, smoothing terms e (z_t - mean_v z_v)).
 
@@ -184,6 +196,8 @@ def linear_cross_entropy_forward(
     """
     dtype = torch.promote_types(h.dtype, torch.float32)
     weight = scaled(matrix, scale).to(h.dtype)  # W', (V, d)
+    onward = scale if gradient_scale is None else gradient_scale  # of dz on its way to h and W
+    weight_onward = weight if onward is scale or not need_h else scaled(matrix, onward).to(h.dtype)
     rows_of_h, rows_of_targets = h.reshape(-1, h.shape[-1]), targets.reshape(-1).contiguous()  # (N, d), (N,)
     n_rows, n_vocab = len(rows_of_h), len(weight)
 
@@ -211,7 +225,7 @@ def linear_cross_entropy_forward(
         sums = losses[here], z_terms[here], smoothing[here]
         cross_entropy_(logits, rows_of_targets[here], *sums, z_loss, label_smoothing, gradient)
         if need_h:
-            torch.mm(logits, weight, out=dh[here])
+            torch.mm(logits, weight_onward, out=dh[here])
         if dweight is not None:
             _add_product_(dweight, logits.t(), x, keep=int(start > 0))
     del buffer, logits  # their memory serves the tensors below
@@ -221,7 +235,7 @@ def linear_cross_entropy_forward(
         assert scale is not None
         dscale = (dweight * matrix).sum(1).to(scale.dtype)
     if dweight is not None and need_matrix:
-        dmatrix = (dweight if scale is None else dweight.mul_(scale[:, None])).to(matrix.dtype)
+        dmatrix = (dweight if onward is None else dweight.mul_(onward[:, None])).to(matrix.dtype)
     return (
         losses,
         z_terms.sum() if z_loss else z_terms,
@@ -244,6 +258,7 @@ def _(
     need_scale: bool,
     label_smoothing: float,
     on_triton: bool,
+    gradient_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     dtype = torch.promote_types(h.dtype, torch.float32)
     return (

@@ -38,11 +38,15 @@ class Loss(NamedTuple):
 
 
 class Head(NamedTuple):
-    """Logits = scale * (matrix h): h `(B, T, d_model)`, matrix `(V, d_model)` as it is stored, scale `(V,)` or None."""
+    """Logits = scale * (matrix h): h `(B, T, d_model)`, matrix `(V, d_model)` as it is stored, scale `(V,)` or None.
+
+    gradient_scale `(V,)` replaces scale in the loss's gradients of h and matrix (kernels/cross_entropy.py).
+    """
 
     h: Tensor
     matrix: Tensor
     scale: Tensor | None = None
+    gradient_scale: Tensor | None = None
 
     def logits(self) -> Tensor:
         """Logits `(B, T, V)` in at least fp32."""
@@ -57,7 +61,7 @@ class Head(NamedTuple):
             total = losses.sum()
             return Loss(total, n_tokens, total, None, losses)
         total, cross_entropy, z_term = linear_cross_entropy(
-            self.h, self.matrix, targets, self.scale, z_loss, label_smoothing
+            self.h, self.matrix, targets, self.scale, z_loss, label_smoothing, self.gradient_scale
         )
         return Loss(total, n_tokens, cross_entropy, z_term)
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.adam import unsupported
 from ngpt_train.models.layers.linear import cast_linears
+from ngpt_train.optim.gated_adam import GatedAdam
 from ngpt_train.optim.matrix_optimizer import MatrixOptimizer, block_matrices
 from ngpt_train.optim.row_adam import RowAdam, local_rows
 
@@ -32,7 +33,8 @@ def build_optimizer(model: Decoder, groups: list[ParameterGroup], config: OptimC
 
     Where the Triton kernel of Adam runs (`kernels.dispatch`) the optimizer is RowAdam. It also projects the rows and,
     where matrix products are in bf16, writes the matrices' bf16 copies, except under FSDP2, which casts its shards
-    itself. Elsewhere it is torch's optimizer in its fused form, one pass over memory, on CPUs too.
+    itself. Elsewhere it is torch's optimizer in its fused form, one pass over memory, on CPUs too. With
+    `optim.gate_power` it is GatedAdam, on any device.
 
     For muon, normuon, adamh and muonh it is MatrixOptimizer, which neither projects nor writes copies. Newton-Schulz is
     in the dtype of matrix products, bf16 for fp16.
@@ -52,6 +54,8 @@ def build_optimizer(model: Decoder, groups: list[ParameterGroup], config: OptimC
     beta1, beta2 = config.betas
     matrices = [parameter for parameter in parameters.values() if parameter.ndim == 2]
     reason = next((found for matrix in matrices if (found := unsupported(matrix))), None)
+    if config.gate_power is not None:
+        reason = f"optim.gate_power={config.gate_power}"
     # lr is 0 until the training step sets it from the schedule, so that forgetting it shows at once.
     if dispatch.runs_on_triton("adam", *matrices, unsupported=reason):
         casts = model.compute_dtype == torch.bfloat16
@@ -59,6 +63,16 @@ def build_optimizer(model: Decoder, groups: list[ParameterGroup], config: OptimC
             arguments,
             unit_rows=[group.unit_rows for group in groups],
             with_bf16_copy=[x for x in cast_linears(model) if casts and not isinstance(x.matrix, DTensor)],
+            lr=0.0,
+            betas=(beta1, beta2),
+            eps=config.eps,
+            decoupled_weight_decay=config.name == "adamw",
+        )
+    if config.gate_power is not None:
+        return GatedAdam(
+            arguments,
+            config.gate_power,
+            config.gate_eps,
             lr=0.0,
             betas=(beta1, beta2),
             eps=config.eps,

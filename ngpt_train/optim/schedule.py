@@ -10,7 +10,7 @@ def lr_at(step: int, schedule: ScheduleConfig, peak: float, steps: int) -> float
 
     Step t of a warmup of W steps has peak (t + 1) / W, so that no step has the rate 0. After the warmup the rate is
 
-    - cosine, linear, wsd: from `peak` at step W down to `schedule.final_lr` at step `steps`, one after the last;
+    - cosine, linear, wsd, log: from `peak` at step W down to `schedule.final_lr` at step `steps`, one after the last;
     - constant: `peak`;
     - inverse_sqrt: peak sqrt(W / (t + 1)), which is `peak` at the last step of the warmup (Vaswani et al. 2017, section
       5.3, with the peak in place of their factor); W = 0 counts as 1;
@@ -42,5 +42,7 @@ def _remaining(progress: float, schedule: ScheduleConfig, steps: int) -> float:
             # decay_fraction is a share of all steps, so that its meaning does not depend on the warmup.
             decay = min(1.0, schedule.decay_fraction * steps / max(1, steps - schedule.warmup_steps))
             return min(1.0, (1 - progress) / decay)
+        case "log":  # "Training nGPT" (arXiv 2608.01284), second-hand
+            return 1 - math.log1p(progress / schedule.rho) / math.log1p(1 / schedule.rho)
         case kind:
             raise AssertionError(f"schedule.kind={kind} passed validation")

@@ -93,7 +93,8 @@ def planned_layout(config: Config) -> Layout:
         compiled=resolve_compile(config.train.compile, device),
         micro_rows=micro_rows,
         micro_batches=rows // (micro_rows * world_size),
-        fused_adam=config.kernels.kind == "triton" or (config.kernels.kind == AUTO and device == "cuda"),
+        fused_adam=(config.kernels.kind == "triton" or (config.kernels.kind == AUTO and device == "cuda"))
+        and config.optim.gate_power is None,
         on_gpu=device == "cuda",
     )
 

@@ -13,6 +13,7 @@ from ngpt_train.core.constants import IGNORED
 from ngpt_train.distributed.compilation import hold_gradients
 from ngpt_train.distributed.layouts import accumulating, average_vectors_, gradient_norm
 from ngpt_train.kernels.dropout import row_seeds
+from ngpt_train.optim.angle_cap import hidden_matrices, turning_at_most
 from ngpt_train.optim.optimizer import round_to_bf16_
 from ngpt_train.optim.row_adam import RowAdam
 from ngpt_train.optim.schedule import lr_at
@@ -166,12 +167,15 @@ def working_copies(state: TrainState, untouched: bool) -> AbstractContextManager
 
 
 def update_weights_(state: TrainState, grad_norm: Tensor, skipped: Tensor, lr: float) -> None:
-    """The optimizer's step, the projection and the moving average. In a skipped step none of them changes a bit."""
+    """The optimizer's step, the projection, the cap on its angle and the moving average. In a skipped step none of them
+    changes a bit."""
     if state.ema is not None and state.step == 0:  # weights may have been loaded since it was made
         state.ema.begin()
-    apply_gradients(state, grad_norm, skipped, lr)
-    if not isinstance(state.optimizer, RowAdam):  # RowAdam has projected every row already
-        state.model.project_(skipped)
+    cap = state.config.optim.angle_cap
+    with nullcontext() if cap is None else turning_at_most(cap, hidden_matrices(state.model)):
+        apply_gradients(state, grad_norm, skipped, lr)
+        if not isinstance(state.optimizer, RowAdam):  # RowAdam has projected every row already
+            state.model.project_(skipped)
     if state.config.optim.storage == "bf16":
         round_to_bf16_(state.model, state.optimizer)
     if state.ema is not None:

@@ -51,12 +51,14 @@ OPTIONS = {
 }
 RECIPES |= {f"{name} with dropout": RECIPES[name] for name in ("gpt", "ntransformer")}
 RECIPES["ngpt with nugpt"] = dataclasses.replace(RECIPES["ngpt"], lr=4e-3, eps=1e-16)
+RECIPES["ngpt with training_ngpt"] = dataclasses.replace(RECIPES["ngpt"], eps=1e-16, clip_norm=0.25)
 WITH = {
     "": [],
     "dropout": [
         *(f"model.{place}_dropout=0.05" for place in ("embedding", "residual", "attention")),
         "optim.label_smoothing=0.05",
     ],
+    "training_ngpt": ["recipe=training_ngpt", "optim.gate_eps=1e-4", "optim.angle_cap=0.03"],
     "nugpt": ["recipe=nugpt", *(f"model.reference.{key}={n}" for key, n in (("d_model", 8), ("steps", 100)))],
 }
 LAYOUTS = {  # ranks, parallel, micro batches per rank and step
@@ -74,6 +76,7 @@ FAST: dict[int, list[Cell]] = {  # by ranks; the other recipes and cells are in 
         ("ngpt", "fsdp(2)", "none"),
         ("ngpt with nugpt", "ddp(2)", "none"),
         ("ngpt with nugpt", "fsdp(2)", "none"),
+        ("ngpt with training_ngpt", "fsdp(2)", "none"),
         ("ntransformer with dropout", "fsdp(2)", "full"),
         ("composed_encoder_decoder", "ddp(2)", "none"),
         ("powernorm", "ddp(2)", "none"),

@@ -84,6 +84,16 @@ def test_dropout_goes_on_bit_for_bit_and_on_other_ranks(tmp_path: Path, corpus: 
         assert (lr, tokens) == expected[step][2:]
 
 
+def test_the_parts_of_training_ngpt_go_on_bit_for_bit(tmp_path: Path, corpus: Path) -> None:
+    """Caught: a gate without Adam's state, a cap from weights of before the checkpoint."""
+    given = arguments(tmp_path, corpus, "recipe=training_ngpt", "optim.lr=2e-2", "train.steps=8")
+    train(given)
+    expected = again_from(tmp_path / "runs/test", 4)
+    train(given)
+    assert numbers(tmp_path / "runs/test") == expected
+    assert starts(tmp_path / "runs/test") == [0, 4]
+
+
 @pytest.mark.slow
 def test_other_ranks_and_layouts(tmp_path: Path, corpus: Path, uninterrupted: Path) -> None:
     """fsdp on 2, one process, ddp on 4: the loss of an uninterrupted run within 1e-6."""

@@ -12,7 +12,7 @@ from ngpt_train.models import export_weights, load_weights
 from ngpt_train.training import build_state, train_step
 from tests.properties.architectures import ARCHITECTURES, Size, ngpt_with, shapes
 from tests.properties.runs import run_config, text_like_rows
-from tests.reference import ngpt
+from tests.reference import ngpt, training_ngpt
 from tests.reference.matrix_steps import MatrixSteps
 from tests.reference.training import Batch, Recipe, learning_rate, nugpt_rates, train
 
@@ -163,3 +163,42 @@ def test_twenty_four_steps_of_matrix_optimizers(name: str, steps: MatrixSteps) -
     errors = {key: relative(final[key], x) for key, x in weights.items()}
     assert max(errors.values()) < 1e-5, errors
     assert expected[-1][0] < 0.95 * expected[0][0]
+
+
+def test_fifty_steps_of_training_ngpt() -> None:
+    """All four parts at once, where each acts. Caught: parts in another order, a gradient that reaches s_z
+    preconditioned, a cap of embeddings."""
+    steps = 50
+    recipe = Recipe(steps, 2e-2, 0.9, 0.95, 1e-16, weight_decay=0.0, clip_norm=1e9, warmup_steps=5)
+    parts = training_ngpt.Parts(q=0.5, rho=0.2, gate_power=0.5, gate_eps=1e-4, angle_cap=0.02)
+    chosen = {
+        "model.logit_preconditioning": parts.q,
+        "schedule.rho": parts.rho,
+        "optim.gate_power": parts.gate_power,
+        "optim.gate_eps": parts.gate_eps,
+        "optim.angle_cap": parts.angle_cap,
+        "model.s_z.init": 2.0,
+        "model.s_z.scale": 0.5,
+    }
+    options = ["recipe=training_ngpt", *(f"{name}={value}" for name, value in chosen.items())]
+    state = build_state(run_config("ngpt", SIZE, recipe, rows=ROWS, context=T, micro_rows=ROWS, options=options))
+    state.model.to(torch.float64)
+    by_hand = ngpt_with({"s_z": ("vector", 2.0, 0.5)})
+    weights = by_hand.random_weights(shapes(by_hand, SIZE), 0)
+    weights["s_z"] = weights["s_z"].abs()  # of others the formula has no power
+    load_weights(state.model, weights)
+    batches = [text_like_rows(ROWS, T, SIZE.vocab_size, seed=step) for step in range(steps)]
+    results = [train_step(state, [batch]) for batch in batches]
+
+    def forward(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
+        return by_hand.forward(weights, tokens, n_heads=SIZE.n_heads)
+
+    rates = [training_ngpt.log_rate(recipe.lr, t, 5, steps, parts.rho) for t in range(steps)]
+    losses, n_capped, n_rows = training_ngpt.train(forward, weights, batches, parts, rates, factor=4.0)
+    assert 0.05 < n_capped / n_rows < 0.95
+    assert [result.lr for result in results] == pytest.approx(rates)
+    assert [result.loss.item() for result in results] == pytest.approx(losses, rel=1e-8)
+    final = export_weights(state.model)
+    errors = {key: relative(final[key], x) for key, x in weights.items()}
+    assert max(errors.values()) < 1e-6, errors
+    assert losses[-1] < 0.95 * losses[0]

@@ -82,6 +82,21 @@ class OptimConfig:
         "match_rms_adamw 0.2 sqrt(max(out, in)), with which rates and decay are about AdamW's.",
         choices=("original", "match_rms_adamw"),
     )
+    gate_power: Union[float, None] = key(
+        None,
+        "a of GatedAdamW (second-hand), which multiplies Adam's step by d^a / (d^a + gate_eps^a), with d = sqrt(v) + "
+        "eps; 0.5 is the paper's, 1 is Adam with the epsilon eps + gate_eps. null: no gate.",
+        above=0,
+        maximum=10,
+    )
+    gate_eps: float = key(1e-8, "The d at which the gate halves a step; the value is ours.", above=0, maximum=1)
+    angle_cap: Union[float, None] = key(
+        None,
+        "Angular step cap (second-hand): the most radians, the same at each step, that a step turns a row of the "
+        "blocks' matrices, where rows are on the sphere. null: no cap.",
+        minimum=1e-5,  # the rounding of a row, 1e-7, never counts as a turn
+        maximum=3.2,
+    )
     weight_decay: float = key(
         0.1,
         "Decoupled weight decay of the matrices; nGPT, adamh and muonh take only 0.",
@@ -162,6 +177,15 @@ class OptimConfig:
             if model.init.residual == 0:
                 problem = "a matrix that starts at 0 would keep the length 0"
                 yield "model.init.residual optim.name", problem, "Set model.init.residual above 0, or optim.name=muon"
+        if self.gate_power is None and self.gate_eps != OptimConfig.gate_eps:
+            fix = "Set optim.gate_power=0.5, or leave optim.gate_eps out"
+            yield "optim.gate_eps optim.gate_power", "optim.gate_eps has no effect without a gate", fix
+        if self.gate_power is not None and self.matrix_step is not None:
+            fix = "Set optim.gate_power=null, or optim.name=adam or adamw"
+            yield "optim.gate_power optim.name", "the gate is a part of Adam's step", fix
+        if self.angle_cap is not None and not model.unit_rows:
+            fix = "Set optim.angle_cap=null, or take model=ngpt with model.constraint=projection"
+            yield "optim.angle_cap model.name", "the cap is for rows that each step brings back to length 1", fix
         yield from self._without_effect()
         if self.groups.output is not None and model.tied_embeddings:
             problem = "the output embedding is the input embedding"
@@ -191,14 +215,15 @@ class ScheduleConfig:
     kind: str = key(
         "cosine",
         "Shape after the warmup: cosine, linear, wsd (stable, then linear decay), constant, inverse_sqrt (falls as 1 / "
-        "sqrt(step), whatever train.steps is; a warmup of 0 counts as 1), or ramp (no warmup: grows from 0 to optim.lr "
-        "over train.steps, to see at which rate the loss explodes).",
-        choices=("cosine", "wsd", "linear", "constant", "inverse_sqrt", "ramp"),
+        "sqrt(step), whatever train.steps is; a warmup of 0 counts as 1), ramp (no warmup: grows from 0 to optim.lr "
+        "over train.steps, to see at which rate the loss explodes), or log (falls with the logarithm of the progress, "
+        "fastest at first; schedule.rho).",
+        choices=("cosine", "wsd", "linear", "constant", "inverse_sqrt", "ramp", "log"),
     )
     warmup_steps: IntOrAuto = key(
         AUTO,
-        "Linear warmup; auto is min(2000, 10 % of train.steps), of a ramp 0. One that a file sets is auto where a "
-        "train.steps that is set later leaves no room for it.",
+        "Linear warmup; auto is min(2000, 10 % of train.steps), of a ramp 0, of log 10 %. One that a file sets is auto "
+        "where a train.steps that is set later leaves no room for it.",
         **COUNT_OR_0,
     )
     warmup_tokens: Union[int, None] = key(
@@ -208,7 +233,7 @@ class ScheduleConfig:
         maximum=1_000_000_000_000_000,
     )
     final_lr: float = key(
-        0.0, "Learning rate that cosine, linear and wsd end at; the others take only 0.", minimum=0, maximum=1000
+        0.0, "Learning rate that cosine, linear, wsd and log end at; the others take only 0.", minimum=0, maximum=1000
     )
     final_share: Union[float, None] = key(
         None,
@@ -217,10 +242,13 @@ class ScheduleConfig:
         maximum=1,
     )
     decay_fraction: float = key(0.2, "wsd: last part of train.steps that decays.", above=0, maximum=1)
+    rho: float = key(
+        0.1, "log: the smaller, the faster the first fall; large is linear. The value is ours.", above=0, maximum=1000
+    )
 
     def auto_warmup(self, steps: int) -> int:
         """The warmup that auto stands for in a run of `steps` steps."""
-        return 0 if self.kind == "ramp" else min(2000, steps // 10)
+        return {"ramp": 0, "log": steps // 10}.get(self.kind, min(2000, steps // 10))
 
     def resolve(self, config: Config, origins: Mapping[str, Origin]) -> None:
         """Sets final_lr and warmup_steps. Of final_lr and final_share, and of warmup_steps and warmup_tokens, the one
@@ -259,5 +287,8 @@ class ScheduleConfig:
         if self.decay_fraction != ScheduleConfig.decay_fraction and self.kind != "wsd":
             fix = "Set schedule.kind=wsd, or leave schedule.decay_fraction out"
             yield "schedule.decay_fraction schedule.kind", "only wsd decays in a last part of the steps", fix
+        if self.rho != ScheduleConfig.rho and self.kind != "log":
+            fix = "Set schedule.kind=log, or leave schedule.rho out"
+            yield "schedule.rho schedule.kind", "only log has a rho", fix
         if self.final_lr > float(lr):
             yield "schedule.final_lr optim.lr", "ends above the peak", f"Set schedule.final_lr to {lr} or less"

@@ -137,14 +137,24 @@ class NGPTConfig(ModelConfig):
     )
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     activation: str = key("silu", "Gate of the MLP; gelu is the exact one.", choices=("silu", "gelu"))
+    logit_preconditioning: Union[float, None] = key(
+        None,
+        "q of logit gradient preconditioning (second-hand): below the logits z = s_z u the gradient is "
+        "(s_z / mean(s_z))^q dL/dz in the place of s_z dL/dz; 1 is the paper's. null: the loss's own gradient.",
+        minimum=0,
+        maximum=10,
+    )
 
     starts = (*ModelConfig.starts, *(f"{vector}.{key}" for vector in VECTORS for key in ("init", "scale")))
+
+    @property
+    def unit_rows(self) -> bool:
+        return self.constraint == "projection"
 
     def measured_starts(self, scale: str) -> dict[str, Any]:
         """Rows on the sphere are directions: standard deviations of another architecture's recipe say nothing there."""
         measured = super().measured_starts(scale)
-        on_sphere = self.constraint == "projection"
-        return {name: x for name, x in measured.items() if not (on_sphere and name.startswith("init."))}
+        return {name: x for name, x in measured.items() if not (self.unit_rows and name.startswith("init."))}
 
     def lr_factors(self, steps: int) -> LrFactors | None:
         if self.lr_rule == "none":
@@ -194,4 +204,4 @@ class NGPTConfig(ModelConfig):
             yield f"optim.groups.{own[0]} model.lr_rule", "the rule has a rate for each of them", fix
 
     def not_in_weights(self) -> set[str]:
-        return super().not_in_weights() | {"lr_rule"}
+        return super().not_in_weights() | {"lr_rule", "logit_preconditioning"}

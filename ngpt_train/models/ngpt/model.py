@@ -227,8 +227,10 @@ class Spherical(Decoder):
 
     def head(self, h: Tensor) -> Head:
         """z = E_output h and z <- z s_z: eq. 1 and 3."""
-        parametrized = self.config.constraint == "parametrization"
-        return Head(h, normalize(self.unembedding) if parametrized else self.unembedding, self.s_z())
+        parametrized, q = self.config.constraint == "parametrization", self.config.logit_preconditioning
+        s_z = self.s_z()
+        gradient_scale = None if q is None else preconditioned(s_z, q)
+        return Head(h, normalize(self.unembedding) if parametrized else self.unembedding, s_z, gradient_scale)
 
     def init_std(self, path: str) -> float:
         """Before a projection the same for all matrices, else model.init.*."""
@@ -248,6 +250,16 @@ class Spherical(Decoder):
             for parameter in self.parameters():
                 if parameter.ndim == 2:
                     normalize_rows_(parameter, skipped)
+
+
+def preconditioned(s_z: Tensor, q: float) -> Tensor:
+    """(s_z / mean(s_z))^q `(V,)`: dL/du is this times dL/dz, where z = s_z u and u = E_output h.
+
+    Logit gradient preconditioning ("Training nGPT", arXiv 2608.01284; second-hand). The forward pass and dL/ds_z stay.
+    Ours: an entry of s_z below 0 keeps its sign, so that the step still goes down.
+    """
+    ratio = s_z.detach() / s_z.detach().mean().abs()
+    return ratio.sign() * ratio.abs().pow(q)
 
 
 class NGPT(Spherical):

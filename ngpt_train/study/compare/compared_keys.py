@@ -105,7 +105,7 @@ GROUPS = {
     "model": ("model.name",),
     # nuGPT's recipe also sets first weights.
     "recipe": (
-        *("optim", "schedule", "model.lr_rule", "model.reference"),
+        *("optim", "schedule", "model.lr_rule", "model.reference", "model.logit_preconditioning"),
         *(f"model.{vector}" for vector in ("s_qk", "s_z", "alpha_attn", "alpha_mlp")),
     ),
     "scale": ("scale.name", *(f"model.{size}" for size in SIZES), "train.steps", "train.batch_rows"),

@@ -270,6 +270,30 @@ def test_only_gradients_that_are_needed(kernels, needed: tuple[int, ...]) -> Non
     assert seen.products == 2 * (1 + (0 in needed) + (1 in needed or 2 in needed))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_scale(kernels, dtype: torch.dtype) -> None:
+    """Only h and matrix get another gradient. Catches one that reaches the loss or the scale's gradient, one that is
+    multiplied by the scale too, and a formula that disagrees."""
+    h, matrix, targets, scale = draw((11,), 64, 101, dtype)
+    other = torch.linspace(-1, 3, 101)
+    options = (0.01, 0.1, other)
+    h64, matrix64, scale64 = in_fp64(h, matrix, scale)
+    logits = (scale64 * (h64 @ matrix64.t())).detach().requires_grad_()
+    loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=0.1, ignore_index=IGNORED)
+    loss = loss + 0.01 * (logits.logsumexp(-1) ** 2)[targets != IGNORED].sum()
+    (dz,) = torch.autograd.grad(loss, logits)
+    du = other.double() * dz
+    expected = (du @ matrix64, du.t() @ h64, (dz * (h64 @ matrix64.t())).sum(0))
+    found = linear_cross_entropy(h, matrix, targets, scale, *options)
+    assert torch.equal(found, linear_cross_entropy(h, matrix, targets, scale, *options[:2]))
+    for gradient, wanted in zip(torch.autograd.grad(found, (h, matrix, scale)), expected, strict=True):
+        assert error(gradient, wanted) <= TOLERANCE[dtype]
+    exact = formula(h64, matrix64, targets, scale64, 0.01, 0.1, other.double())
+    assert error(exact, loss) < 1e-14
+    for gradient, wanted in zip(torch.autograd.grad(exact, (h64, matrix64, scale64)), expected, strict=True):
+        assert error(gradient, wanted) <= 1e-13
+
+
 def test_no_grad_computes_the_loss_alone(kernels) -> None:
     """Catches an evaluation that pays for the gradients of parameters."""
     h, matrix, targets, scale = draw((9,), 64, 101)

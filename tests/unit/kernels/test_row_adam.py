@@ -13,6 +13,7 @@ from ngpt_train.config.sections.optim import OptimConfig
 from ngpt_train.kernels import dispatch
 from ngpt_train.models import build_model, export_weights
 from ngpt_train.optim import row_adam
+from ngpt_train.optim.gated_adam import GatedAdam
 from ngpt_train.optim.optimizer import build_optimizer
 from ngpt_train.optim.row_adam import RowAdam
 from ngpt_train.training import build_state, train_step
@@ -32,6 +33,7 @@ RUNS = {
     "ngpt adamw, tied": ("ngpt", {}, ["optim.name=adamw", "model.tied_embeddings=true"], True),
     "ngpt parametrization": ("ngpt", {}, ["model.constraint=parametrization"], False),
     "ngpt nugpt": ("ngpt", {"eps": 1e-16}, ["recipe=nugpt", "model.reference.d_model=8"], True),
+    "ngpt with a cap": ("ngpt", {}, ["optim.angle_cap=0.02"], True),
     "gpt": ("gpt", {}, [], False),
     "gpt adam, not clipped": ("gpt", {"weight_decay": 0.0, "clip_norm": "null"}, ["optim.name=adam"], False),
     "normformer": ("normformer", {}, [], False),
@@ -129,6 +131,15 @@ def test_weights_in_fp64_stay_with_torch() -> None:
     model = build_model(config(ARCHITECTURES["ngpt"], SMALL)).double()
     with dispatch.chosen("triton"):
         assert type(build_optimizer(model, model.parameter_groups(), OptimConfig())) is torch.optim.AdamW
+
+
+def test_a_gate_has_no_kernel(caplog: pytest.LogCaptureFixture) -> None:
+    """Caught: a gate that is dropped where the Triton kernel runs, or dropped silently the other way."""
+    model = build_model(config(ARCHITECTURES["ngpt"], SMALL))
+    with dispatch.chosen("triton"):
+        chosen = build_optimizer(model, model.parameter_groups(), OptimConfig(gate_power=0.5))
+    assert type(chosen) is GatedAdam
+    assert "adam runs in plain PyTorch, because its kernel does not know optim.gate_power=0.5" in caplog.text
 
 
 @pytest.mark.parametrize(("run", "before", "bad"), [("ngpt", 0, torch.nan), ("gpt", 1, torch.inf)])
