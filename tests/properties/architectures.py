@@ -239,6 +239,7 @@ VARIANTS = {
     "ngpt tied": ngpt_with(tied_embeddings=True),
     "ngpt interleaved": ngpt_with(rope_layout="interleaved"),
     "ngpt parametrization": ngpt_with(constraint="parametrization", tied_embeddings=True),
+    "ngpt ball": ngpt_with(constraint="ball"),
     "ngpt unconstrained": ngpt_with(constraint="none"),
     "ngpt scalars": ngpt_with(SCALARS),
     "ngpt fixed": ngpt_with(FIXED),

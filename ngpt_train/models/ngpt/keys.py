@@ -124,9 +124,9 @@ class NGPTConfig(ModelConfig):
     )
     constraint: str = key(
         "projection",
-        "projection: rows return to the sphere after each step; parametrization: each forward pass normalises free "
-        "rows; none: rows are free.",
-        choices=("projection", "parametrization", "none"),
+        "projection: rows return to the sphere after each step; ball: only rows longer than 1 do, as in anGPT; "
+        "parametrization: each forward pass normalises free rows; none: rows are free.",
+        choices=("projection", "ball", "parametrization", "none"),
     )
     lr_rule: str = key(
         "none",
@@ -141,15 +141,20 @@ class NGPTConfig(ModelConfig):
     starts = (*ModelConfig.starts, *(f"{vector}.{key}" for vector in VECTORS for key in ("init", "scale")))
 
     def measured_starts(self, scale: str) -> dict[str, Any]:
-        """Rows on the sphere are directions: standard deviations of another architecture's recipe say nothing there."""
+        """Rows that start at length 1 are directions: standard deviations of another architecture's recipe say nothing
+        there."""
         measured = super().measured_starts(scale)
-        on_sphere = self.constraint == "projection"
-        return {name: x for name, x in measured.items() if not (on_sphere and name.startswith("init."))}
+        return {name: x for name, x in measured.items() if not (self.starts_on_sphere and name.startswith("init."))}
 
     def lr_factors(self, steps: int) -> LrFactors | None:
         if self.lr_rule == "none":
             return None
         return nugpt_lr_factors(self.relative_width, steps / (self.reference.steps or steps))
+
+    @property
+    def starts_on_sphere(self) -> bool:
+        """Whether each row starts at length 1, so that standard deviations have no effect."""
+        return self.constraint in ("projection", "ball")
 
     @property
     def relative_width(self) -> float:
@@ -162,7 +167,7 @@ class NGPTConfig(ModelConfig):
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
         yield from super().without_effect()
-        if self.constraint == "projection":
+        if self.starts_on_sphere:
             yield from (("constraint", f"init.{kind}") for kind in KINDS)
         scales = {name: x for name, x in vars(self).items() if isinstance(x, ScaleVectorConfig)}
         yield from ((f"{name}.kind", f"{name}.scale") for name, x in scales.items() if x.kind == "fixed")

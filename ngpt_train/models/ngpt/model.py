@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngpt_train.kernels.dispatch import say_without_kernel
-from ngpt_train.kernels.norm import normalize
+from ngpt_train.kernels.norm import Constraint, normalize
 from ngpt_train.kernels.rotary import QKV, Heads, rotary
 from ngpt_train.kernels.sphere_step import HiddenState, lerp, riemannian, slerp, sphere_step
 from ngpt_train.kernels.swiglu import scaled_swiglu
@@ -24,7 +24,6 @@ from ngpt_train.models.layers.attention import Attention
 from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.dropout import Dropout
 from ngpt_train.models.layers.mlp import MLP
-from ngpt_train.models.layers.norms import normalize_rows_
 from ngpt_train.models.layers.rope import Rope
 from ngpt_train.models.ngpt.keys import AlphaConfig, NGPTConfig, ScaleVectorConfig
 
@@ -218,7 +217,7 @@ class Spherical(Decoder):
     def drop_embedding(self, h: Tensor) -> Tensor:
         """Back on the sphere, because the first update takes h as it is."""
         dropped = super().drop_embedding(h)
-        if dropped is h or self.config.constraint == "none":
+        if dropped is h or not self.on_sphere:
             return dropped
         return norm_of(self.config)(dropped).to(h.dtype)
 
@@ -232,22 +231,17 @@ class Spherical(Decoder):
 
     def init_std(self, path: str) -> float:
         """Before a projection the same for all matrices, else model.init.*."""
-        return 1 / math.sqrt(self.config.d_model) if self.projects else super().init_std(path)
+        return super().init_std(path) if self.constraint == "free" else 1 / math.sqrt(self.config.d_model)
 
     @property
-    def projects(self) -> bool:
-        return self.config.constraint == "projection"
+    def constraint(self) -> Constraint:
+        """Section 2.6, item 2; the ball is anGPT's (arXiv 2505.22014)."""
+        found: dict[str, Constraint] = {"projection": "sphere", "ball": "ball"}
+        return found.get(self.config.constraint, "free")
 
     @property
     def on_sphere(self) -> bool:
-        return self.config.constraint != "none"
-
-    def project_(self, skipped: Tensor | None = None) -> None:
-        """Normalises every matrix and embedding along the embedding dimension: section 2.6, item 2."""
-        if self.projects:
-            for parameter in self.parameters():
-                if parameter.ndim == 2:
-                    normalize_rows_(parameter, skipped)
+        return self.config.constraint in ("projection", "parametrization")
 
 
 class NGPT(Spherical):
