@@ -25,7 +25,7 @@ from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.dropout import Dropout
 from ngpt_train.models.layers.mlp import MLP
 from ngpt_train.models.layers.rope import Rope
-from ngpt_train.models.ngpt.keys import AlphaConfig, NGPTConfig, ScaleVectorConfig
+from ngpt_train.models.ngpt.keys import AlphaConfig, NGPTConfig, ScaledConfig, ScaleVectorConfig
 
 
 class NGPTBlock(nn.Module):
@@ -93,7 +93,7 @@ class ScaledParameter(nn.Module):
     is a buffer, not a parameter (section A.8, Table 5).
     """
 
-    def __init__(self, size: int, chosen: ScaleVectorConfig, model: NGPTConfig) -> None:
+    def __init__(self, size: int, chosen: ScaleVectorConfig, model: ScaledConfig) -> None:
         super().__init__()
         self.size = size
         self.init = value_of(chosen.init, model)
@@ -113,7 +113,7 @@ class ScaledParameter(nn.Module):
         return (self.stored * (self.init / self.scale)).expand(self.size)
 
 
-def value_of(value: float | str, model: NGPTConfig) -> float:
+def value_of(value: float | str, model: ScaledConfig) -> float:
     """The value of `init` or `scale` in the config: a number, or one of ngpt.keys.SCALE_WORDS, computed for `model`."""
     words = {
         "1/L": 1 / model.n_layers,
