@@ -1,7 +1,7 @@
 """The approximately normalized GPT (arXiv 2505.22014) with every constant in its printed place: E|h| = 1 at the start.
 
-W_o and W_down consist of vectors of d numbers, as nGPT's. So W_down has no constant: the printed sqrt(d_mlp / d) belongs
-to vectors of d_mlp numbers.
+W_o and W_down consist of vectors of d numbers, as nGPT's. So W_down has no constant: sqrt(d_mlp / d), as printed,
+belongs to vectors of d_mlp numbers.
 """
 
 import math
@@ -45,6 +45,15 @@ def nu_acf(deviation: float) -> float:
     """1 / sqrt(E SiLU(x)^2) for x from N(0, deviation^2), by Gauss and Hermite."""
     x, weight = (torch.from_numpy(found) for found in np.polynomial.hermite_e.hermegauss(80))
     return float((silu(deviation * x).square() * weight).sum() / weight.sum()) ** -0.5
+
+
+@torch.no_grad()
+def project(weights: dict[str, Tensor]) -> None:
+    """Every row of every matrix that is longer than 1 back to length 1, in place."""
+    for x in weights.values():
+        if x.ndim == 2:
+            length = x.norm(dim=1, keepdim=True)
+            x.copy_(torch.where(length > 1, x / length, x))
 
 
 def forward(

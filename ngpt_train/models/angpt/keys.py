@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ngpt_train.config.keys import key
-from ngpt_train.config.model_keys import KINDS, InitConfig, ModelConfig
+from ngpt_train.config.model_keys import KINDS, InitConfig
 from ngpt_train.models.ngpt.keys import AlphaConfig, ReferenceSize, ScaledConfig, ScaleVectorConfig
 
 
