@@ -88,7 +88,7 @@ def cases_of(device: torch.device, d: int, sizes: Sizes) -> list[Case]:
     heads = d // D_HEAD
     name = name_of(torch.empty(0, dtype=dtype))
     rotary = {"of_rows": False}
-    adam_rows = of_adam(2 * m, d, True, False, (0.9, 0.95), 1e-8, 0.0)
+    adam_rows = of_adam(2 * m, d, "sphere", False, (0.9, 0.95), 1e-8, 0.0)
     return [
         # h and x in, h' out; two gradients, h and x in, dh and dx out.
         case("sphere_step", call("sphere_step", B, T, d, h=name, alpha="float32"), n, 3 * row, 6 * row),

@@ -137,7 +137,7 @@ class Variant:
         if not losses[-1] < losses[0]:
             raise WrongResultError(f"the loss did not fall: {losses[0]:.4f} -> {losses[-1]:.4f}")
         model = self.state.model
-        if model.projects:
+        if model.constraint == "sphere":
             off = max(float((p.detach().norm(dim=-1) - 1).abs().max()) for p in model.parameters() if p.ndim == 2)
             if not off <= UNIT_TOLERANCE:
                 raise WrongResultError(f"rows are off the sphere by {off:.1e}")

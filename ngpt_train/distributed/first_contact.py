@@ -32,6 +32,7 @@ from ngpt_train.kernels.adam import unsupported
 from ngpt_train.kernels.check.calls import DESCRIBE, Call, of_adam, recorded
 from ngpt_train.kernels.check.cases import OF_ATTENTION
 from ngpt_train.kernels.check.kernel_findings import Finding, Kept, Request, as_json, findings
+from ngpt_train.kernels.norm import Constraint
 from ngpt_train.models import build_model
 from ngpt_train.models.layers.linear import cast_linears
 
@@ -138,18 +139,18 @@ def adam_calls(config: Config, world: World, model: Decoder) -> Counter[Call]:
         return Counter()
     casts = model.compute_dtype == torch.bfloat16 and kind not in ("fsdp", "hsdp")
     copied = {id(linear.matrix) for linear in cast_linears(model) if casts}
-    rows: dict[tuple[int, bool, bool, float], int] = {}
+    rows: dict[tuple[int, Constraint, bool, float], int] = {}
     for group in model.parameter_groups():
         decay = config.optim.weight_decay if group.decay else 0.0
         for name in group.names:
             matrix = parameters[name]
             if matrix.ndim == 2:
-                key = (matrix.shape[1], group.unit_rows, id(matrix) in copied, decay)
+                key = (matrix.shape[1], group.constraint, id(matrix) in copied, decay)
                 rows[key] = max(rows.get(key, 0), -(-matrix.shape[0] // shards))
     beta1, beta2 = config.optim.betas
     return Counter(
-        of_adam(n, d, unit_rows, copies, (beta1, beta2), config.optim.eps, decay)
-        for (d, unit_rows, copies, decay), n in rows.items()
+        of_adam(n, d, constraint, copies, (beta1, beta2), config.optim.eps, decay)
+        for (d, constraint, copies, decay), n in rows.items()
     )
 
 

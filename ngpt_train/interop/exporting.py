@@ -87,7 +87,7 @@ def _write(restored: Restored, own: ExportConfig, layout: Layout, work: Path) ->
     reads_eos_first = config.objective != "prefix_continuation"  # a decoder reads an eos before a document
     yield write_tokenizers(work, tokenizer, config.context, reads_eos_first)
 
-    yield check_bits(work, layout, config_json, stored)
+    yield check_bits(work, layout, config_json, stored, tensors)
     if not layout.for_transformers:
         yield check_reader(work, stored)
         return

@@ -1,4 +1,4 @@
-"""Adam and the projection onto the sphere, in one pass over the rows of a matrix.
+"""Adam and the projection of rows onto the sphere or into the ball, in one pass over the rows of a matrix.
 
 With t the steps including this one, per element, after g <- g / grad_scale:
 
@@ -6,7 +6,7 @@ With t the steps including this one, per element, after g <- g / grad_scale:
     v <- beta2 v + (1 - beta2) g^2            exp_avg_sq
     w <- (1 - lr lambda) w                    decoupled weight decay
     w <- w - lr m_hat / (sqrt(v_hat) + eps)   m_hat = m / (1 - beta1^t), v_hat = v / (1 - beta2^t)
-    w <- w / max(||w||, 1e-12)                per row, if unit_rows
+    w <- w / max(||w||, floor)                per row: 1e-12 on the sphere, 1 in the ball
 
 The Triton kernel moves 28 bytes per parameter: it reads w, g, m and v and writes w, m and v in fp32; a bf16 copy of w
 costs 2 more. A projection in a separate pass would add 12.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ngpt_train.kernels.dispatch import operation
-from ngpt_train.kernels.norm import SHORTEST
+from ngpt_train.kernels.norm import FLOORS, Constraint
 
 WIDEST = 8192  # columns of the widest matrix that the Triton kernel takes: a program holds a whole row
 
@@ -34,7 +34,7 @@ def adam_rows_(
     beta2: float,
     eps: float,
     weight_decay: float,
-    unit_rows: bool,
+    constraint: Constraint,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
     *,
@@ -58,8 +58,8 @@ def adam_rows_(
     v_hat = v / (1 - beta2**t)
     w = (1 - lr * weight_decay) * weight
     w = w - lr * m_hat / (v_hat.sqrt() + eps)
-    if unit_rows:
-        w = w / torch.linalg.vector_norm(w, dim=-1, keepdim=True).clamp_min(SHORTEST)
+    if constraint != "free":
+        w = w / torch.linalg.vector_norm(w, dim=-1, keepdim=True).clamp_min(FLOORS[constraint])
     skipped = torch.zeros_like(step) if found_inf is None else found_inf
     for old, new in ((weight, w), (exp_avg, m), (exp_avg_sq, v), (copy, w)):
         if old is not None:
@@ -107,7 +107,7 @@ def in_few_passes_(
     beta2: float,
     eps: float,
     weight_decay: float,
-    unit_rows: bool,
+    constraint: Constraint,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
     *,
@@ -121,7 +121,7 @@ def in_few_passes_(
         number, on_device = (0.0, lr) if isinstance(lr, Tensor) else (lr, None)
         adam.adam_rows_(
             weight, gradient, exp_avg, exp_avg_sq, copy, step, number, on_device, beta1, beta2, eps, weight_decay,
-            unit_rows, grad_scale, found_inf,
+            FLOORS.get(constraint), grad_scale, found_inf,
         )  # fmt: skip
         return
     torch._fused_adamw_(
@@ -143,8 +143,8 @@ def in_few_passes_(
         found_inf=found_inf,
     )
     skipped = torch.zeros_like(step) if found_inf is None else found_inf
-    if unit_rows:
-        length = torch.linalg.vector_norm(weight, dim=-1, keepdim=True).clamp_min_(SHORTEST)
+    if constraint != "free":
+        length = torch.linalg.vector_norm(weight, dim=-1, keepdim=True).clamp_min_(FLOORS[constraint])
         weight.div_(torch.where(skipped != 0, 1.0, length))
     if copy is not None:
         copy.copy_(torch.where(skipped != 0, copy, weight))

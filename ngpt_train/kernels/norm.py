@@ -1,4 +1,7 @@
-"""Norm(x) = x / ||x||, nGPT's normalisation: without gain; a smallest length, or eps, keeps it finite."""
+"""Norm(x) = x / ||x||, nGPT's normalisation: without gain; a smallest length, or eps, keeps it finite. And what a step
+may leave of the rows of matrices."""
+
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -6,6 +9,11 @@ from torch import Tensor
 
 # A shorter vector is divided by this length, so that Norm(0) = 0 and its gradient is finite.
 SHORTEST = 1e-12
+
+# Where a step leaves a row w of a matrix: anywhere, at length 1, or at length 1 at most.
+Constraint = Literal["free", "sphere", "ball"]
+# The projection is w / max(||w||, floor).
+FLOORS: dict[Constraint, float] = {"sphere": SHORTEST, "ball": 1.0}
 
 
 def normalize(x: Tensor, eps: float = 0.0) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.constants import IGNORED
 from ngpt_train.kernels.cross_entropy import linear_cross_entropy, token_losses
+from ngpt_train.kernels.norm import Constraint
 from ngpt_train.models.layers.documents import (
     Mask,
     causal_document_mask,
@@ -23,6 +24,7 @@ from ngpt_train.models.layers.documents import (
     positions_in_documents,
 )
 from ngpt_train.models.layers.dropout import Dropout, each_with_seeds, number_places, seeded, seeds_of_parts
+from ngpt_train.models.layers.norms import project_rows_
 from ngpt_train.models.layers.rope import UNSCALED, Rope, rope_table
 from ngpt_train.models.weights import OUTSIDE_OF_BLOCKS, init_weights_, kind_of
 
@@ -72,7 +74,7 @@ class ParameterGroup:
 
     names: list[str]  # as in named_parameters
     decay: bool  # True if weight decay applies
-    unit_rows: bool  # True if every row is divided by its length after a step, as `project_` does
+    constraint: Constraint  # where a step leaves the rows of matrices, as `project_` does
     kind: str | None = None  # of the matrices, a field of LrFactors; None: vectors, or matrices of several kinds
 
 
@@ -157,20 +159,24 @@ class Decoder(nn.Module):
         return 2 * self.config.n_layers if path.endswith((".wo", ".w_down")) else 1
 
     @property
-    def projects(self) -> bool:
-        """True if project_ divides every row of every matrix by its length; else project_ does nothing."""
-        return False
+    def constraint(self) -> Constraint:
+        """Where project_ puts every row of every matrix. All rows begin on the sphere, unless they are free."""
+        return "free"
 
     @property
     def on_sphere(self) -> bool:
         """True if only the direction of a matrix's row counts, not its length."""
-        return self.projects
+        return self.constraint == "sphere"
 
     def project_(self, skipped: Tensor | None = None) -> None:
-        """Imposes the architecture's constraint on its weights again, in place; here there is no constraint.
+        """Imposes the constraint on the weights again, in place.
 
         skipped: 0-dim bool on the device. If it is true, no bit of a weight changes. The host does not wait for it.
         """
+        if self.constraint != "free":
+            for parameter in self.parameters():
+                if parameter.ndim == 2:
+                    project_rows_(parameter, self.constraint, skipped)
 
     def check_documents(self, doc_ids: Tensor, device: torch.device) -> None:
         """Raises ValueError if attention on `device` has no room for the documents of doc_ids `(B, T)`, on the CPU, in
@@ -284,8 +290,8 @@ class Decoder(nn.Module):
                 for kind in ("embedding", "hidden", "output")
             }
         return [
-            *(ParameterGroup(names, self.decays, self.projects, kind) for kind, names in of_kind.items() if names),
-            ParameterGroup([name for name, ndim in shapes.items() if ndim < 2], decay=False, unit_rows=False),
+            *(ParameterGroup(names, self.decays, self.constraint, kind) for kind, names in of_kind.items() if names),
+            ParameterGroup([name for name, ndim in shapes.items() if ndim < 2], decay=False, constraint="free"),
         ]
 
     def n_params(self) -> int:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.models.layers.linear import FusedLinear
+from ngpt_train.models.layers.norms import project_rows_
 
 if TYPE_CHECKING:
     from ngpt_train.models.decoder import Decoder
@@ -150,4 +151,6 @@ def init_weights_(model: Decoder, seed: int) -> None:
                 by_path(seed, path, (rows, *parameter.shape[1:]), model.init_std(path)) for path, rows in parts.items()
             ]
             write_full(parameter, torch.cat(drawn))
+            if model.constraint == "ball":
+                project_rows_(parameter, "sphere")
     model.project_()

@@ -61,7 +61,7 @@ def build_optimizer(model: Decoder, groups: list[ParameterGroup], config: OptimC
         casts = model.compute_dtype == torch.bfloat16
         return RowAdam(
             arguments,
-            unit_rows=[group.unit_rows for group in groups],
+            constraints=[group.constraint for group in groups],
             with_bf16_copy=[x for x in cast_linears(model) if casts and not isinstance(x.matrix, DTensor)],
             lr=0.0,
             betas=(beta1, beta2),

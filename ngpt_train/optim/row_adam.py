@@ -1,4 +1,4 @@
-"""Adam whose step on a matrix also projects its rows onto the sphere, in the same pass over memory.
+"""Adam whose step on a matrix also projects its rows, in the same pass over memory.
 
 The pass may write a bf16 copy of the matrix too, which saves the next forward passes a cast.
 """
@@ -14,19 +14,20 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adam import adam
 
 from ngpt_train.kernels.adam import adam_rows_
+from ngpt_train.kernels.norm import Constraint
 from ngpt_train.models.layers.linear import FusedLinear
 
 
 class RowAdam(torch.optim.Adam):
     """torch's fused Adam or AdamW, but for a matrix, `(rows, d)`: its step is `kernels.adam.adam_rows_`.
 
-    groups: torch's parameter groups; each has matrices alone or vectors alone. unit_rows: for each group, True if the
-    rows of its matrices are divided by their length after the step. with_bf16_copy: linears with a bf16 copy, which the
+    groups: torch's parameter groups; each has matrices alone or vectors alone. constraints: for each group, where the
+    step leaves the rows of its matrices. with_bf16_copy: linears with a bf16 copy, which the
     optimizer rewrites with each step; `self.copies` makes the copies when it first lends them. options: for
     torch.optim.Adam.
 
     State and groups have the keys of torch's Adam, so that a checkpoint of either loads into the other. That is why
-    `unit_rows` is an attribute and no key of a group.
+    `constraints` is an attribute and no key of a group.
 
     There is no collective: FSDP2 shards matrices by whole rows, and a rank moves its own rows. As with torch's fused
     optimizers, gradients are divided by the attribute `grad_scale`, and if the attribute `found_inf` is 1 nothing
@@ -36,17 +37,17 @@ class RowAdam(torch.optim.Adam):
     def __init__(
         self,
         groups: list[dict[str, Any]],
-        unit_rows: Sequence[bool],
+        constraints: Sequence[Constraint],
         with_bf16_copy: Sequence[FusedLinear] = (),
         **options: Any,
     ) -> None:
         super().__init__(groups, fused=True, **options)
         self.copies = WorkingCopies(with_bf16_copy)
-        self.unit_rows = list(unit_rows)
-        for group, unit in zip(self.param_groups, self.unit_rows, strict=True):
+        self.constraints = list(constraints)
+        for group, constraint in zip(self.param_groups, self.constraints, strict=True):
             matrices = {parameter.ndim == 2 for parameter in group["params"]}
             assert len(matrices) <= 1, "matrices and vectors in one group"
-            assert not unit or matrices == {True}
+            assert constraint == "free" or matrices == {True}
             assert group["decoupled_weight_decay"] or not group["weight_decay"]  # the kernel has AdamW's decay alone
 
     @torch.no_grad()
@@ -54,7 +55,7 @@ class RowAdam(torch.optim.Adam):
         """Moves all parameters that have a gradient, and their moments. Takes no closure."""
         assert closure is None
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        for group, unit_rows in zip(self.param_groups, self.unit_rows, strict=True):
+        for group, constraint in zip(self.param_groups, self.constraints, strict=True):
             parameters: list[Tensor] = []
             gradients: list[Tensor] = []
             exp_avgs: list[Tensor] = []
@@ -104,7 +105,7 @@ class RowAdam(torch.optim.Adam):
                     beta2,
                     eps,
                     decay,
-                    unit_rows,
+                    constraint,
                     grad_scale,
                     found_inf,
                     copy=copy,

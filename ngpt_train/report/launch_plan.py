@@ -86,7 +86,8 @@ def make_plan(config: Config, overrides: Sequence[str] = (), options: Sequence[s
     total_tokens = steps * rows * context
     sizes = planned_rows(config) if _is_text_chosen(config, overrides) else {}
     source = config.model.source_of_starts(config.scale.name)
-    rules = dict.fromkeys(KINDS, "each row is then brought to length 1") if model.projects else vars(config.model.init)
+    is_free = model.constraint == "free"
+    rules = vars(config.model.init) if is_free else dict.fromkeys(KINDS, "each row is then brought to length 1")
     plan: dict[str, Any] = {
         "model": config.model.name,
         "scale": config.scale.name,

@@ -25,7 +25,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     assert own.out is not None  # check_verb refuses null
     check_free("export.out", Path(own.out).expanduser())
     trained = find_trained("export", config, overrides)
-    layout = chosen_layout(own.layout, trained.config.model)
+    layout = chosen_layout(own.layout, trained.config.model, own.dtype)
     # In fp32 on the CPU, so that the comparison has one arithmetic and needs no GPU.
     in_fp32 = replace(config, train=replace(config.train, precision="fp32", device="cpu"))
     restored = restore(trained, in_fp32, World(rank=0, size=1, local_rank=0, device=torch.device("cpu")))

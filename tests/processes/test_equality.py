@@ -27,6 +27,7 @@ from tests.reference.training import Recipe
 ROWS, CONTEXT = 8, 32
 SIZE = dataclasses.replace(SMALL, source_context=10)
 RECIPES = {
+    "angpt": Recipe(8, 2e-2, 0.9, 0.95, 1e-8, weight_decay=0.0, clip_norm=0.5, warmup_steps=0),
     "gpt": Recipe(8, 1e-2, 0.9, 0.95, 1e-8, weight_decay=0.1, clip_norm=1.0, warmup_steps=4),
     "normformer": Recipe(24, 6e-3, 0.9, 0.95, 1e-8, weight_decay=0.1, clip_norm=1.0, warmup_steps=4),
     "ngpt": Recipe(8, 2e-2, 0.9, 0.95, 1e-8, weight_decay=0.0, clip_norm=0.5, warmup_steps=0),
@@ -74,6 +75,7 @@ FAST: dict[int, list[Cell]] = {  # by ranks; the other recipes and cells are in 
         ("gpt", "ddp(2)", "none"),
         ("ngpt", "ddp(2)", "selective"),
         ("ngpt", "fsdp(2)", "none"),
+        ("angpt", "fsdp(2)", "none"),
         ("ngpt with nugpt", "ddp(2)", "none"),
         ("ngpt with nugpt", "fsdp(2)", "none"),
         ("ngpt with training_ngpt", "fsdp(2)", "none"),

@@ -10,16 +10,24 @@ from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.models import Decoder, build_model, export_weights, load_weights
+from ngpt_train.models.angpt.keys import AnGPTConfig
 from ngpt_train.models.composed.keys import ComposedConfig
 from ngpt_train.models.composed_encoder_decoder.keys import ComposedEncoderDecoderConfig
 from ngpt_train.models.encoder_decoder_keys import EncoderDecoderKeys
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.gpt_encoder_decoder.keys import GPTEncoderDecoderConfig
-from ngpt_train.models.ngpt.keys import AlphaConfig, MLPScaleConfig, NGPTConfig, QKScaleConfig, ScaleVectorConfig
+from ngpt_train.models.ngpt.keys import (
+    AlphaConfig,
+    MLPScaleConfig,
+    NGPTConfig,
+    QKScaleConfig,
+    ScaledConfig,
+    ScaleVectorConfig,
+)
 from ngpt_train.models.normformer.keys import NormFormerConfig
 from ngpt_train.models.ntransformer.keys import NTransformerConfig
 from ngpt_train.models.powernorm.keys import PowerNormConfig
-from tests.reference import composed, gpt, ngpt, normformer, ntransformer, powernorm
+from tests.reference import angpt, composed, gpt, ngpt, normformer, ntransformer, powernorm
 
 Shapes = dict[str, tuple[int, ...]]
 Scales = dict[str, tuple[str, float | str, float | str]]  # words such as 1/L: of tests without a reference
@@ -47,6 +55,10 @@ class Architecture:
     @property
     def on_sphere(self) -> bool:
         return issubclass(self.config, NGPTConfig)
+
+    @property
+    def starts_on_sphere(self) -> bool:
+        return issubclass(self.config, ScaledConfig)
 
 
 def gpt_with(**options: Any) -> Architecture:
@@ -99,6 +111,13 @@ def ntransformer_with(scales: Scales | None = None, **options: Any) -> Architect
     return spherical(NTransformerConfig, ntransformer, scales, options)
 
 
+def angpt_with(**options: Any) -> Architecture:
+    told = {name: x for name, x in options.items() if name in ("rope_layout", "rope_base")}
+    table = partial(angpt.shapes, tied=options.get("tied_embeddings", False))
+    forward = partial(angpt.forward, **told)
+    return Architecture(AnGPTConfig, table, angpt.random_weights, forward, angpt.n_params, options)
+
+
 def normformer_with(**options: Any) -> Architecture:
     told = {name: value for name, value in options.items() if name not in ("tied_embeddings", "activation")}
     used = {name: options[name] for name in ("head_scale", "positions", "activation") if name in options}
@@ -148,6 +167,7 @@ NORMFORMER = {  # in the words of the composed decoder
 }
 # Each keeps the whole contract.
 ARCHITECTURES = {
+    "angpt": angpt_with(),
     "composed": composed_with(),
     "composed+post": composed_with(norm="layer", norm_placement="post", bias=True, ffn_norm="gain", res_scale="both"),
     "gpt": gpt_with(),
@@ -193,6 +213,8 @@ STARTS = {
 }
 # Options, each held to the equations.
 VARIANTS = {
+    "angpt tied": angpt_with(tied_embeddings=True, rope_base=50.0),
+    "angpt interleaved": angpt_with(rope_layout="interleaved"),
     "composed normformer": composed_with(**NORMFORMER),
     "composed peri": composed_with(norm="layer_no_bias", norm_placement="peri", qk_norm=True, bias=True),
     "composed reordered": composed_with(norm_placement="reordered", res_scale="attn", mlp="plain", activation="relu"),
@@ -239,6 +261,7 @@ VARIANTS = {
     "ngpt tied": ngpt_with(tied_embeddings=True),
     "ngpt interleaved": ngpt_with(rope_layout="interleaved"),
     "ngpt parametrization": ngpt_with(constraint="parametrization", tied_embeddings=True),
+    "ngpt ball": ngpt_with(constraint="ball"),
     "ngpt unconstrained": ngpt_with(constraint="none"),
     "ngpt scalars": ngpt_with(SCALARS),
     "ngpt fixed": ngpt_with(FIXED),

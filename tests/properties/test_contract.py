@@ -69,10 +69,10 @@ def test_initial_weights(name: str) -> None:
     for key, x in weights.items():
         if x.ndim == 1:
             is_bias = key.split(".")[-1] in ("bias", "bq", "bk", "bv", "bo", "b_u", "b_v", "b_down")
-            expected = initial_vector(key, size.d_model) if architecture.on_sphere else 0.0 if is_bias else 1.0
+            expected = initial_vector(key, size.d_model) if architecture.starts_on_sphere else 0.0 if is_bias else 1.0
             assert x.unique().tolist() == pytest.approx([expected], rel=1e-6), key
             continue
-        if architecture.on_sphere:
+        if architecture.starts_on_sphere:
             expected = size.d_model**-0.5
         else:
             in_encoder = key.startswith("encoder.")
@@ -276,7 +276,7 @@ def test_projection(name: str) -> None:
 
     Caught: columns for rows, no projection at the start, an embedding left out.
     """
-    constrained = ARCHITECTURES[name].on_sphere
+    constrained = ARCHITECTURES[name].starts_on_sphere
     model = build_model(config(ARCHITECTURES[name], SMALL))
     for step in ("initialised", "moved"):
         if step == "moved":
@@ -339,7 +339,7 @@ def test_decay_is_for_matrices(name: str) -> None:
             assert key not in decayed
             decayed[key] = group.decay
     assert decayed.keys() == parameters.keys()
-    expected = {key: not ARCHITECTURES[name].on_sphere and p.ndim == 2 for key, p in parameters.items()}
+    expected = {key: not ARCHITECTURES[name].starts_on_sphere and p.ndim == 2 for key, p in parameters.items()}
     assert decayed == expected
 
 

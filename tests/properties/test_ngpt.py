@@ -12,7 +12,7 @@ from ngpt_train.kernels.norm import normalize
 from ngpt_train.kernels.rotary import rotate
 from ngpt_train.models import build_model, export_weights, load_weights
 from ngpt_train.models.layers.dropout import seeded
-from ngpt_train.models.layers.norms import normalize_rows_
+from ngpt_train.models.layers.norms import project_rows_
 from ngpt_train.models.layers.rope import rope_table
 from ngpt_train.models.ngpt.keys import ReferenceConfig
 from ngpt_train.models.ngpt.model import riemannian, slerp
@@ -134,7 +134,7 @@ def test_parametrization_has_the_tangent_gradient() -> None:
         torch.testing.assert_close(tangent, free, rtol=1e-9, atol=1e-9 * free.abs().max().item())
 
 
-@pytest.mark.parametrize("constraint", ["projection", "none", "parametrization"])
+@pytest.mark.parametrize("constraint", ["projection", "ball", "none", "parametrization"])
 @pytest.mark.parametrize("name", ["ngpt", "ntransformer"])
 def test_the_start_of_output_matrices(name: str, constraint: str) -> None:
     """1 / sqrt(d_model), and 1 / sqrt(2 L) of it where nothing projects (A.5); a decoder with cross-attention writes
@@ -145,7 +145,7 @@ def test_the_start_of_output_matrices(name: str, constraint: str) -> None:
     for key, x in export_weights(build_model(config(architecture, size))).items():
         if x.ndim == 2:
             writes = 1
-            if constraint != "projection" and key.endswith((".wo", ".w_down")):
+            if constraint in ("none", "parametrization") and key.endswith((".wo", ".w_down")):
                 in_decoder = (3 if name == "ntransformer" else 2) * size.n_layers
                 writes = 2 * size.n_encoder_layers if key.startswith("encoder.") else in_decoder
             assert x.std().item() == pytest.approx((128 * writes) ** -0.5, rel=0.03), key
@@ -158,7 +158,7 @@ def test_the_start_on_the_sphere_keeps_its_bits() -> None:
     weights = export_weights(build_model(config(ARCHITECTURES["ngpt"], size)))
     for name, path, rows in (("wo", "attention.wo", 128), ("w_down", "mlp.w_down", 512), ("wq", "attention.wq", 128)):
         expected = by_path(0, f"layers.1.{path}", (rows, 128), 1 / math.sqrt(128))
-        normalize_rows_(expected)
+        project_rows_(expected, "sphere")
         assert torch.equal(weights[f"layers.1.{name}"], expected)
 
 
@@ -197,11 +197,31 @@ def test_the_eps_of_a_dropped_embedding() -> None:
 
 
 @pytest.mark.parametrize("constraint", ["none", "parametrization"])
-def test_only_the_projection_projects(constraint: str) -> None:
+def test_no_projection_without_a_constraint(constraint: str) -> None:
     """Caught: constraint=none, or a parametrization's rows, projected after each step."""
     model, weights = jittered(ngpt_with(constraint=constraint), SMALL, torch.float32)
     model.project_()
     assert all(torch.equal(x, weights[key].float()) for key, x in export_weights(model).items())
+
+
+@torch.no_grad()
+def test_the_ball() -> None:
+    """Rows start at length 1; a longer row returns there, a shorter one keeps its bits, and of a skipped step all do.
+    Caught: rows that start at any length below 1, the projection of the sphere, one at every length above 0."""
+    model = build_model(config(ngpt_with(constraint="ball"), SMALL))
+    matrices = {key: x for key, x in model.named_parameters() if x.ndim == 2}
+    for x in matrices.values():
+        torch.testing.assert_close(x.norm(dim=1), torch.ones(len(x)), rtol=0, atol=1e-6)
+        x[::2] *= 3
+        x[1::2] *= 0.9
+    before = {key: x.clone() for key, x in matrices.items()}
+    model.project_(skipped=torch.tensor(True))
+    assert all(torch.equal(x, before[key]) for key, x in matrices.items())
+    model.project_(skipped=torch.tensor(False))
+    for key, x in matrices.items():
+        torch.testing.assert_close(x[::2], before[key][::2] / 3, rtol=0, atol=1e-6)
+        assert torch.equal(x[1::2], before[key][1::2])
+        assert x.norm(dim=1).max() <= 1 + 1e-6
 
 
 @pytest.mark.parametrize(

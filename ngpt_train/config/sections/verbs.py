@@ -26,7 +26,7 @@ LIVE_FIGURES = (
     *("powernorm_2_live", "powernorm_4_live", "tnt_3_live", "tnt_4_live"),
 )
 # The names of interop/layouts/, which cannot be imported before torch; a test compares them.
-LAYOUTS = ("llama", "qwen3", "ngpt", "safetensors")
+LAYOUTS = ("llama", "qwen3", "ngpt", "angpt", "safetensors")
 # Memory in GiB that a program sees of a card, rounded down.
 CARDS = {"a100_40gb": 39, "a100_80gb": 79, "h100_80gb": 79}
 
@@ -284,8 +284,9 @@ class ExportConfig(CheckpointKeys):
     layout: str = key(
         AUTO,
         "How the model is written. llama: LlamaForCausalLM of transformers, for GPT; qwen3: Qwen3ForCausalLM, for GPT "
-        "with model.qk_norm; ngpt: nGPT, with a file of its own that transformers runs; safetensors: any model, under "
-        "the names of docs/weights.md; auto: the first that can.",
+        "with model.qk_norm; ngpt: nGPT, with a file of its own that transformers runs; angpt: Qwen3ForCausalLM, with "
+        "anGPT's factors absorbed; safetensors: any model, under the names of docs/weights.md; auto: the first that "
+        "can.",
         choices=(AUTO, *LAYOUTS),
     )
     dtype: str = key("fp32", "Of the written weights, to which they are rounded.", choices=("fp32", "bf16", "fp16"))

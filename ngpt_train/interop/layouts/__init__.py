@@ -3,21 +3,29 @@
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import ConfigError
+from ngpt_train.interop.layouts.absorbed import AnGPTLayout
 from ngpt_train.interop.layouts.layout import Layout
 from ngpt_train.interop.layouts.llama import LlamaLayout, Qwen3Layout
 from ngpt_train.interop.layouts.ngpt import NGPTLayout
 
 # In the order of export.layout=auto: the last one can hold any model.
-_LAYOUTS: tuple[Layout, ...] = (LlamaLayout(), Qwen3Layout(), NGPTLayout(), Layout())
+_LAYOUTS: tuple[Layout, ...] = (LlamaLayout(), Qwen3Layout(), NGPTLayout(), AnGPTLayout(), Layout())
 LAYOUTS = {layout.name: layout for layout in _LAYOUTS}
 
 
-def chosen_layout(name: str, config: ModelConfig) -> Layout:
-    """The layout of export.layout=NAME; for auto the first one that can hold the model. Raises ConfigError if it
-    cannot."""
-    fitting = next(layout for layout in LAYOUTS.values() if layout.refusal(config) is None)
+def chosen_layout(name: str, config: ModelConfig, dtype: str = "fp32") -> Layout:
+    """The layout of export.layout=NAME; for auto the first one that can hold the model in export.dtype=DTYPE. Raises
+    ConfigError if it cannot."""
+    fitting = next(layout for layout in LAYOUTS.values() if refusal(layout, config, dtype) is None)
     if name == AUTO:
         return fitting
-    if problem := LAYOUTS[name].refusal(config):
+    if problem := refusal(LAYOUTS[name], config, dtype):
         raise ConfigError(f"export.layout={name}: {problem}\n  Set export.layout={fitting.name}, or leave it out")
     return LAYOUTS[name]
+
+
+def refusal(layout: Layout, config: ModelConfig, dtype: str) -> str | None:
+    """The key, and why the layout cannot hold the model in that dtype; None if it can."""
+    if (problem := layout.refusal(config)) or dtype in layout.dtypes:
+        return problem
+    return f"export.dtype={dtype}: this layout writes export.dtype={layout.dtypes[0]} alone"

@@ -213,7 +213,7 @@ def adam_case(call: Call, draw: Draw, kernels: bool) -> Comparison:
             w: Tensor, g: Tensor, m1: Tensor, m2: Tensor, t: Tensor, scale: Tensor, taken: Tensor, skipped: Tensor
         ) -> tuple[Tensor, ...]:
             left = w.clone(), m1.clone(), m2.clone()
-            hyper = 1e-3, *betas, call["eps"], call["weight_decay"], call["unit_rows"]
+            hyper = 1e-3, *betas, call["eps"], call["weight_decay"], call["constraint"]
             copy = w.to(torch.bfloat16) if call["copies"] else None
             function(w, g, m1, m2, t, *hyper, scale, taken, copy=copy)
             function(left[0], g, *left[1:], t, *hyper, scale, skipped, copy=copy)
@@ -224,8 +224,8 @@ def adam_case(call: Call, draw: Draw, kernels: bool) -> Comparison:
         return step
 
     def timed(w: Tensor, g: Tensor, m1: Tensor, m2: Tensor, t: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
-        eps, decay, unit_rows = call["eps"], call["weight_decay"], call["unit_rows"]
-        adam.adam_rows_(w, g, m1, m2, t, 1e-3, betas[0], betas[1], eps, decay, unit_rows, None, None)
+        eps, decay, constraint = call["eps"], call["weight_decay"], call["constraint"]
+        adam.adam_rows_(w, g, m1, m2, t, 1e-3, betas[0], betas[1], eps, decay, constraint, None, None)
         return w, m1, m2
 
     ours, exact = stepped(adam.adam_rows_), stepped(adam.adam_rows_.formula)

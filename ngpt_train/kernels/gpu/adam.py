@@ -36,6 +36,7 @@ def adam_rows_kernel(
     lr,  # a number, or a pointer to one
     grad_scale,  # a pointer or None
     found_inf,  # a pointer or None
+    floor,  # of the projection, a number; None: rows are free
     rows,
     d,
     gradient_row,
@@ -48,7 +49,6 @@ def adam_rows_kernel(
     eps,
     weight_decay,
     LR_ON_DEVICE: tl.constexpr,
-    UNIT_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -77,9 +77,9 @@ def adam_rows_kernel(
     correction2 = minus_expm1(t * log_beta2)
     w *= 1.0 - lr * weight_decay
     w -= lr / correction1 * m / (tl.sqrt(v) / tl.sqrt(correction2) + eps)
-    if UNIT_ROWS:
+    if floor is not None:
         length = tl.sqrt(tl.sum(w * w, axis=1, keep_dims=True))
-        w = w / tl.where(length < 1e-12, 1e-12, length)  # tl.maximum would drop a NaN
+        w = w / tl.where(length < floor, floor, length)  # tl.maximum would drop a NaN
     tl.store(weight + at, w, mask=inside)
     if copy is not None:
         tl.store(copy + at, w.to(copy.dtype.element_ty), mask=inside)
@@ -106,7 +106,7 @@ def adam_rows_(
     beta2: float,
     eps: float,
     weight_decay: float,
-    unit_rows: bool,
+    floor: float | None,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
@@ -124,6 +124,7 @@ def adam_rows_(
         lr if lr_on_device is None else lr_on_device,
         grad_scale,
         found_inf,
+        floor,
         rows,
         d,
         *gradient.stride(),
@@ -135,7 +136,6 @@ def adam_rows_(
         eps,
         weight_decay,
         LR_ON_DEVICE=lr_on_device is not None,
-        UNIT_ROWS=unit_rows,
         ROWS=rows_each,
         COLUMNS=columns,
         num_warps=num_warps,

@@ -1,4 +1,4 @@
-"""Norms of one token, where they stand in a block, and the projection onto the unit hypersphere of nGPT.
+"""Norms of one token, where they stand in a block, and the projection of the rows of matrices.
 
 Statistics and products are in fp32 (fp64 for an fp64 model); the result has x's dtype.
 """
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ngpt_train.kernels.norm import SHORTEST, at_least_fp32
+from ngpt_train.kernels.norm import FLOORS, Constraint, at_least_fp32
 
 Map = Callable[[Tensor], Tensor]
 T = TypeVar("T")
@@ -129,13 +129,13 @@ class LearnedScale(nn.Module):
 
 
 @torch.no_grad()
-def normalize_rows_(matrix: Tensor, skipped: Tensor | None = None) -> None:
-    """Divides every row of `matrix` `(rows, d_model)` by its length, in place.
+def project_rows_(matrix: Tensor, constraint: Constraint, skipped: Tensor | None = None) -> None:
+    """Divides every row of `matrix` `(rows, d_model)` by its length, in place; in the ball only the longer ones.
 
-    skipped: 0-dim bool; if it is true, no bit of the matrix changes. FSDP2 shards by whole rows, so each rank
-    normalises the rows of its own shard, without communication.
+    constraint: "sphere" or "ball". skipped: 0-dim bool; if it is true, no bit of the matrix changes. FSDP2 shards by
+    whole rows, so each rank projects the rows of its own shard, without communication.
     """
     rows = matrix.to_local() if isinstance(matrix, DTensor) else matrix
-    length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp_min_(SHORTEST)
+    length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp_min_(FLOORS[constraint])
     # A skipped step divides by 1: dividing a row of length 1 by its computed length could change it by a rounding.
     rows.div_(length if skipped is None else length.masked_fill_(skipped, 1.0))

@@ -65,11 +65,17 @@ class AlphaConfig(ScaleVectorConfig):
 
 
 @dataclass
-class ReferenceConfig:
-    """Size and length of the run in which optim.lr was tuned. nuGPT carries it to others."""
+class ReferenceSize:
+    """Size of the run in which optim.lr was tuned, for the words L_ref and d_ref."""
 
     d_model: Union[int, None] = key(None, "Its d_model; null is this run's.", **COUNT)
     n_layers: Union[int, None] = key(None, "Its n_layers; null is this run's.", **COUNT)
+
+
+@dataclass
+class ReferenceConfig(ReferenceSize):
+    """Size and length of the run in which optim.lr was tuned. nuGPT carries it to others."""
+
     steps: Union[int, None] = key(None, "Its train.steps; null is this run's.", **COUNT)
 
 
@@ -84,8 +90,45 @@ def nugpt_lr_factors(width: float, horizon: float) -> LrFactors:
     return LrFactors(embedding=every * width ** (-1 / 2), hidden=hidden, output=0.5 * hidden, vector=every)
 
 
+class ScaledConfig(ModelConfig):
+    """What nGPT and anGPT share: scale vectors, whose words are numbers of a size, and rows that never decay."""
+
+    s_z: ScaleVectorConfig
+    alpha_attn: AlphaConfig
+    alpha_mlp: AlphaConfig
+    reference: ReferenceSize
+
+    @property
+    def relative_width(self) -> float:
+        """m: d_model relative to the reference's."""
+        return self.d_model / (self.reference.d_model or self.d_model)
+
+    @property
+    def relative_depth(self) -> float:
+        return self.n_layers / (self.reference.n_layers or self.n_layers)
+
+    def scales(self) -> dict[str, ScaleVectorConfig]:
+        return {name: x for name, x in vars(self).items() if isinstance(x, ScaleVectorConfig)}
+
+    def words(self) -> set[float | str]:
+        """The inits and scales in use."""
+        return {word for x in self.scales().values() for word in (x.init, x.scale)}
+
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        yield from super().without_effect()
+        yield from ((f"{name}.kind", f"{name}.scale") for name, x in self.scales().items() if x.kind == "fixed")
+        if "0.05*L_ref/L" not in self.words():
+            yield "alpha_mlp.init", "reference.n_layers"
+
+    def conflicts(self, config: Config) -> Iterator[Conflict]:
+        yield from super().conflicts(config)
+        if config.optim.weight_decay:
+            fix = "Set optim.weight_decay=0, or leave the recipe to the model"
+            yield "optim.weight_decay model.name", "its weights are never decayed", fix
+
+
 @dataclass
-class NGPTConfig(ModelConfig):
+class NGPTConfig(ScaledConfig):
     """Normalized Transformer, section 2.6 of the nGPT paper; the options are its ablations."""
 
     applies_dropout = True
@@ -124,9 +167,9 @@ class NGPTConfig(ModelConfig):
     )
     constraint: str = key(
         "projection",
-        "projection: rows return to the sphere after each step; parametrization: each forward pass normalises free "
-        "rows; none: rows are free.",
-        choices=("projection", "parametrization", "none"),
+        "projection: rows return to the sphere after each step; ball: only rows longer than 1 do, as in anGPT; "
+        "parametrization: each forward pass normalises free rows; none: rows are free.",
+        choices=("projection", "ball", "parametrization", "none"),
     )
     lr_rule: str = key(
         "none",
@@ -152,9 +195,10 @@ class NGPTConfig(ModelConfig):
         return self.constraint == "projection"
 
     def measured_starts(self, scale: str) -> dict[str, Any]:
-        """Rows on the sphere are directions: standard deviations of another architecture's recipe say nothing there."""
+        """Rows that start at length 1 are directions: standard deviations of another architecture's recipe say nothing
+        there."""
         measured = super().measured_starts(scale)
-        return {name: x for name, x in measured.items() if not (self.unit_rows and name.startswith("init."))}
+        return {name: x for name, x in measured.items() if not (self.starts_on_sphere and name.startswith("init."))}
 
     def lr_factors(self, steps: int) -> LrFactors | None:
         if self.lr_rule == "none":
@@ -162,27 +206,18 @@ class NGPTConfig(ModelConfig):
         return nugpt_lr_factors(self.relative_width, steps / (self.reference.steps or steps))
 
     @property
-    def relative_width(self) -> float:
-        """m: d_model relative to the reference's."""
-        return self.d_model / (self.reference.d_model or self.d_model)
-
-    @property
-    def relative_depth(self) -> float:
-        return self.n_layers / (self.reference.n_layers or self.n_layers)
+    def starts_on_sphere(self) -> bool:
+        """Whether each row starts at length 1, so that standard deviations have no effect."""
+        return self.constraint in ("projection", "ball")
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
         yield from super().without_effect()
-        if self.constraint == "projection":
+        if self.starts_on_sphere:
             yield from (("constraint", f"init.{kind}") for kind in KINDS)
-        scales = {name: x for name, x in vars(self).items() if isinstance(x, ScaleVectorConfig)}
-        yield from ((f"{name}.kind", f"{name}.scale") for name, x in scales.items() if x.kind == "fixed")
-        words = {word for x in scales.values() for word in (x.init, x.scale)}
         if self.lr_rule == "none":
             yield "lr_rule", "reference.steps"
-            if "sqrt(d/d_ref)" not in words:
+            if "sqrt(d/d_ref)" not in self.words():
                 yield "lr_rule", "reference.d_model"
-        if "0.05*L_ref/L" not in words:
-            yield "alpha_mlp.init", "reference.n_layers"
         if self.s_qk.kind != "vector":
             yield "s_qk.kind", "s_qk.shared"
         if all(value for name, value in vars(self).items() if name.startswith("update_")):
@@ -190,9 +225,6 @@ class NGPTConfig(ModelConfig):
 
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         yield from super().conflicts(config)
-        if config.optim.weight_decay:
-            fix = "Set optim.weight_decay=0, or leave the recipe to the model"
-            yield "optim.weight_decay model.name", "nGPT's weights are never decayed", fix
         if self.lr_rule != "none" and self.tied_embeddings:
             fix = "Set model.tied_embeddings=false, or model.lr_rule=none"
             yield "model.tied_embeddings model.lr_rule", "one matrix cannot have the rates of two", fix

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngpt_train.kernels.dispatch import say_without_kernel
-from ngpt_train.kernels.norm import normalize
+from ngpt_train.kernels.norm import Constraint, normalize
 from ngpt_train.kernels.rotary import QKV, Heads, rotary
 from ngpt_train.kernels.sphere_step import HiddenState, lerp, riemannian, slerp, sphere_step
 from ngpt_train.kernels.swiglu import scaled_swiglu
@@ -24,9 +24,8 @@ from ngpt_train.models.layers.attention import Attention
 from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.dropout import Dropout
 from ngpt_train.models.layers.mlp import MLP
-from ngpt_train.models.layers.norms import normalize_rows_
 from ngpt_train.models.layers.rope import Rope
-from ngpt_train.models.ngpt.keys import AlphaConfig, NGPTConfig, ScaleVectorConfig
+from ngpt_train.models.ngpt.keys import AlphaConfig, NGPTConfig, ScaledConfig, ScaleVectorConfig
 
 
 class NGPTBlock(nn.Module):
@@ -94,7 +93,7 @@ class ScaledParameter(nn.Module):
     is a buffer, not a parameter (section A.8, Table 5).
     """
 
-    def __init__(self, size: int, chosen: ScaleVectorConfig, model: NGPTConfig) -> None:
+    def __init__(self, size: int, chosen: ScaleVectorConfig, model: ScaledConfig) -> None:
         super().__init__()
         self.size = size
         self.init = value_of(chosen.init, model)
@@ -114,7 +113,7 @@ class ScaledParameter(nn.Module):
         return (self.stored * (self.init / self.scale)).expand(self.size)
 
 
-def value_of(value: float | str, model: NGPTConfig) -> float:
+def value_of(value: float | str, model: ScaledConfig) -> float:
     """The value of `init` or `scale` in the config: a number, or one of ngpt.keys.SCALE_WORDS, computed for `model`."""
     words = {
         "1/L": 1 / model.n_layers,
@@ -218,7 +217,7 @@ class Spherical(Decoder):
     def drop_embedding(self, h: Tensor) -> Tensor:
         """Back on the sphere, because the first update takes h as it is."""
         dropped = super().drop_embedding(h)
-        if dropped is h or self.config.constraint == "none":
+        if dropped is h or not self.on_sphere:
             return dropped
         return norm_of(self.config)(dropped).to(h.dtype)
 
@@ -234,22 +233,17 @@ class Spherical(Decoder):
 
     def init_std(self, path: str) -> float:
         """Before a projection the same for all matrices, else model.init.*."""
-        return 1 / math.sqrt(self.config.d_model) if self.projects else super().init_std(path)
+        return super().init_std(path) if self.constraint == "free" else 1 / math.sqrt(self.config.d_model)
 
     @property
-    def projects(self) -> bool:
-        return self.config.constraint == "projection"
+    def constraint(self) -> Constraint:
+        """Section 2.6, item 2; the ball is anGPT's (arXiv 2505.22014)."""
+        found: dict[str, Constraint] = {"projection": "sphere", "ball": "ball"}
+        return found.get(self.config.constraint, "free")
 
     @property
     def on_sphere(self) -> bool:
-        return self.config.constraint != "none"
-
-    def project_(self, skipped: Tensor | None = None) -> None:
-        """Normalises every matrix and embedding along the embedding dimension: section 2.6, item 2."""
-        if self.projects:
-            for parameter in self.parameters():
-                if parameter.ndim == 2:
-                    normalize_rows_(parameter, skipped)
+        return self.config.constraint in ("projection", "parametrization")
 
 
 def preconditioned(s_z: Tensor, q: float) -> Tensor:

@@ -15,7 +15,7 @@ INTERNALS = ("Traceback", "hydra", "omegaconf", "full_key", "reference_type", "o
 # Arguments after `train`, and the parts of the message that say what is wrong and what to do.
 COMMAND_LINES: dict[str | tuple[str, ...], str] = {
     # Names
-    "model=ngtp": "did you mean ngpt | options composed, ",
+    "model=ngtp": "did you mean ngpt | options angpt, composed, ",
     "modle=ngpt": "did you mean model",
     "train.step=10": "train.steps",
     "lr=1e-3": "optim.lr",

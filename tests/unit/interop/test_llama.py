@@ -14,6 +14,7 @@ from ngpt_train.interop.layouts import LAYOUTS, chosen_layout
 from ngpt_train.interop.layouts.llama import LlamaLayout, logits_of_transformers, to_half
 from ngpt_train.interop.safetensors_files import write_tensors
 from ngpt_train.models import build_model, export_weights, load_weights
+from ngpt_train.models.angpt.keys import AnGPTConfig
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.gpt_encoder_decoder.keys import GPTEncoderDecoderConfig
@@ -168,6 +169,8 @@ def test_biases_are_named() -> None:
         (small(qk_norm=True), "qwen3", "llama", "model.qk_norm=true"),
         (small(), "llama", "qwen3", "model.qk_norm=false"),
         (NGPTConfig(), "ngpt", "llama", "model.name=ngpt"),
+        (AnGPTConfig(), "angpt", "qwen3", "model.name=angpt"),
+        (NGPTConfig(), "ngpt", "angpt", "model.name=ngpt"),
         (GPTEncoderDecoderConfig(), "safetensors", "llama", "model.name=gpt_encoder_decoder"),
     ],
 )

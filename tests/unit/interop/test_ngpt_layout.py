@@ -257,11 +257,12 @@ def test_training(name: str, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_projection(tmp_path: Path) -> None:
-    """Caught: W_o and W_down normalised along the other axis."""
-    model, _, theirs = both("ngpt", tmp_path, torch.float64)
+@pytest.mark.parametrize(("name", "factor"), [("ngpt", 1.5), ("ngpt ball", 1.5), ("ngpt ball", 0.5)])
+def test_projection(name: str, factor: float, tmp_path: Path) -> None:
+    """Caught: W_o and W_down normalised along the other axis; rows in the ball made longer."""
+    model, _, theirs = both(name, tmp_path, torch.float64)
     for each in (*model.parameters(), *theirs.parameters()):
-        each.mul_(1.5)
+        each.mul_(factor)
     model.project_()
     theirs.project_()
     ours = LAYOUT.to_foreign(export_weights(model), model.config)

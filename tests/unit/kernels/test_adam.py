@@ -19,7 +19,7 @@ from tests.unit.kernels.looks import error
 # Short rows share a program, and the last program is not full; odd lengths leave masked columns.
 SHAPES = [(1, 64), (37, 64), (21, 50), (5, 1000), (3, 1024), (2, 1280), (1, 1), (2, 3001)]
 shapes = pytest.mark.parametrize(("rows", "d"), SHAPES, ids=[f"{rows}x{d}" for rows, d in SHAPES])
-OPTIONS = {"lr": 3e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-3, "weight_decay": 0.3, "unit_rows": True}
+OPTIONS = {"lr": 3e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-3, "weight_decay": 0.3, "constraint": "sphere"}
 State = dict[str, Tensor]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MARGIN = 7.0  # value of the memory around a step's tensors
@@ -46,7 +46,7 @@ def started(rows: int, d: int) -> State:
 
 
 def formula(
-    state: State, gradient: Tensor, step: int, scale: float | None, *, lr, beta1, beta2, eps, weight_decay, unit_rows
+    state: State, gradient: Tensor, step: int, scale: float | None, *, lr, beta1, beta2, eps, weight_decay, constraint
 ) -> State:
     """The docstring's lines, in fp64."""
     w, m, v = (state[name].double() for name in ("weight", "exp_avg", "exp_avg_sq"))
@@ -55,8 +55,8 @@ def formula(
     v = beta2 * v + (1 - beta2) * g**2
     w = w - lr * weight_decay * w
     w = w - lr * (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + eps)
-    if unit_rows:
-        w = w / w.norm(dim=1, keepdim=True).clamp(min=1e-12)
+    if constraint != "free":
+        w = w / w.norm(dim=1, keepdim=True).clamp(min={"sphere": 1e-12, "ball": 1.0}[constraint])
     return {"weight": w, "exp_avg": m, "exp_avg_sq": v}
 
 
@@ -102,7 +102,8 @@ def test_formula(rows: int, d: int, step: int) -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"unit_rows": False},
+        {"constraint": "free"},
+        {"constraint": "ball"},
         {"weight_decay": 0.0},
         {"beta1": 0.8, "beta2": 0.95},
         {"beta1": 0.0, "beta2": 0.0},
@@ -243,7 +244,8 @@ def test_what_the_kernel_does_not_know_runs_in_torch(weight: Tensor, monkeypatch
 def arguments(state: State, gradient: Tensor) -> dict[str, Any]:
     """Arguments of the raw operation."""
     tensors = {"copy": None, "grad_scale": torch.tensor(1.5), "found_inf": torch.zeros(()), "lr_on_device": None}
-    return tensors | state | {"gradient": gradient, "step": torch.tensor(2.0)} | OPTIONS
+    numbers = {name: x for name, x in OPTIONS.items() if name != "constraint"} | {"floor": 1e-12}
+    return tensors | state | {"gradient": gradient, "step": torch.tensor(2.0)} | numbers
 
 
 def test_opcheck() -> None:

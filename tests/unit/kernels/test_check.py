@@ -38,7 +38,7 @@ CALLS = {
     "swiglu": call("swiglu", 3, 2, 12, scaled=True),
     "rotary": call("rotary", 3, 2, 16, options=[2, 1, False, True], of_rows=False, scaled=True),
     "linear_cross_entropy": call("linear_cross_entropy", 3, 4, 8, z_loss=1e-3, **HEAD),
-    "adam": of_adam(5, 8, True, True, (0.9, 0.95), 1e-8, 0.1),
+    "adam": of_adam(5, 8, "ball", True, (0.9, 0.95), 1e-8, 0.1),
     "attention": call("attention", 3, 6, 2, 4, **ATTENTION),
     "attention of documents": call("attention of documents", 3, 6, 2, 4, **ATTENTION | {"mask": [3, 1, 6, 6]}),
 }

@@ -27,16 +27,17 @@ pytestmark = pytest.mark.skipif(not dispatch.interpreted(), reason="models are o
 ROWS, T = 4, 24
 SPHERE = Recipe(20, 2e-2, 0.9, 0.95, 1e-8, weight_decay=0.0, clip_norm=0.5, warmup_steps=0)
 BASELINE = Recipe(20, 1e-2, 0.9, 0.95, 1e-8, weight_decay=0.1, clip_norm=0.5, warmup_steps=0)
-# Name, changes to the recipe, options, and whether the rows are held at length 1.
+# Name, changes to the recipe, options, and where the rows stay.
 RUNS = {
-    "ngpt": ("ngpt", {}, [], True),
-    "ngpt adamw, tied": ("ngpt", {}, ["optim.name=adamw", "model.tied_embeddings=true"], True),
-    "ngpt parametrization": ("ngpt", {}, ["model.constraint=parametrization"], False),
-    "ngpt nugpt": ("ngpt", {"eps": 1e-16}, ["recipe=nugpt", "model.reference.d_model=8"], True),
-    "ngpt with a cap": ("ngpt", {}, ["optim.angle_cap=0.02"], True),
-    "gpt": ("gpt", {}, [], False),
-    "gpt adam, not clipped": ("gpt", {"weight_decay": 0.0, "clip_norm": "null"}, ["optim.name=adam"], False),
-    "normformer": ("normformer", {}, [], False),
+    "ngpt": ("ngpt", {}, [], "sphere"),
+    "ngpt adamw, tied": ("ngpt", {}, ["optim.name=adamw", "model.tied_embeddings=true"], "sphere"),
+    "ngpt ball": ("ngpt", {}, ["model.constraint=ball"], "ball"),
+    "ngpt parametrization": ("ngpt", {}, ["model.constraint=parametrization"], "free"),
+    "ngpt nugpt": ("ngpt", {"eps": 1e-16}, ["recipe=nugpt", "model.reference.d_model=8"], "sphere"),
+    "ngpt with a cap": ("ngpt", {}, ["optim.angle_cap=0.02"], "sphere"),
+    "gpt": ("gpt", {}, [], "free"),
+    "gpt adam, not clipped": ("gpt", {"weight_decay": 0.0, "clip_norm": "null"}, ["optim.name=adam"], "free"),
+    "normformer": ("normformer", {}, [], "free"),
 }
 
 
@@ -91,14 +92,15 @@ def test_trains_as_torch(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert losses + train(ours, 1) == pytest.approx(expected + train(torchs, 1), rel=1e-5)
     assert furthest(export_weights(ours.model), start) > 0.02
     lengths = torch.cat([x.detach().norm(dim=1) for x in ours.model.parameters() if x.ndim == 2])
-    assert ((lengths - 1).abs().max() < 1e-6) == RUNS[run][-1]
+    assert ((lengths - 1).abs().max() < 1e-6) == (RUNS[run][-1] == "sphere")
+    assert (lengths.max() < 1 + 1e-6) == (RUNS[run][-1] != "free")
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES | VARIANTS)
 def test_what_project_does_is_what_the_groups_say(name: str) -> None:
     """Caught: an architecture whose projection RowAdam would leave out, or a projection that it would add."""
     model, _ = jittered((ARCHITECTURES | VARIANTS)[name], SMALL, torch.float32)
-    said = {key for group in model.parameter_groups() if group.unit_rows for key in group.names}
+    said = {key for group in model.parameter_groups() if group.constraint != "free" for key in group.names}
     with torch.no_grad():
         for x in model.parameters():
             x.mul_(3)

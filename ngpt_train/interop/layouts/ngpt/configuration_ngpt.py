@@ -24,7 +24,7 @@ CHOICES = {
     "sphere_update": ("lerp", "slerp", "riemannian"),
     "update_attn": ("lerp", "slerp", "riemannian", None),
     "update_mlp": ("lerp", "slerp", "riemannian", None),
-    "constraint": ("projection", "parametrization", "none"),
+    "constraint": ("projection", "ball", "parametrization", "none"),
     "hidden_act": ("silu", "gelu"),
 }
 # Scale vectors of section 2.5: `kind` is vector, scalar or fixed; a learned one is stored * init / scale in use.

@@ -8,7 +8,7 @@ Norms, scale vectors, softmax and logits are computed in fp32 where the weights 
 loaded in fp32. The angles of RoPE are computed in fp64.
 
 This file stands alone: it is copied beside config.json, and transformers reads it with trust_remote_code=True. It has
-no dropout. Whoever trains it with constraint=projection calls `project_` after each step of the optimizer.
+no dropout. Whoever trains it with constraint=projection or ball calls `project_` after each step of the optimizer.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def at_least_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def norm(x: Tensor, eps: float = 0.0, dim: int = -1) -> Tensor:
+def norm(x: Tensor, eps: float = 0.0) -> Tensor:
     """Norm(x) = x / ||x||, with eps x / sqrt(||x||^2 + eps); computed and returned in at least fp32."""
     x = at_least_fp32(x)
     if eps:
-        return x * (x.square().sum(dim, keepdim=True) + eps).rsqrt()
-    return F.normalize(x, dim=dim, eps=1e-12)
+        return x * (x.square().sum(-1, keepdim=True) + eps).rsqrt()
+    return F.normalize(x, dim=-1, eps=1e-12)
 
 
 class ScaleVector(nn.Module):
@@ -77,7 +77,8 @@ class EigenLearningRates(ScaleVector):
 
 class SphereLinear(nn.Linear):
     """y = W x, where W consists of vectors of d_model numbers: rows (along=-1), or columns (along=0) if it writes to h.
-    With constraint=projection they are stored with length 1; with parametrization each use divides them by it."""
+    With constraint=projection they are stored with length 1, with ball with at most 1; with parametrization each use
+    divides them by it."""
 
     def __init__(self, n_in: int, n_out: int, along: int, config: NGPTConfig) -> None:
         super().__init__(n_in, n_out, bias=False)
@@ -87,9 +88,11 @@ class SphereLinear(nn.Linear):
         return F.linear(x, unit_vectors(self) if self.parametrized else self.weight)
 
 
-def unit_vectors(matrix: SphereLinear | nn.Embedding) -> Tensor:
-    """The weight with each of its vectors of d_model numbers divided by its length."""
-    return norm(matrix.weight, dim=getattr(matrix, "along", -1)).to(matrix.weight.dtype)
+def unit_vectors(matrix: SphereLinear | nn.Embedding, shortest: float = 1e-12) -> Tensor:
+    """The weight with each of its vectors of d_model numbers divided by its length, or by `shortest` if that is more:
+    shortest=1 leaves vectors shorter than 1 alone."""
+    weight = at_least_fp32(matrix.weight)
+    return F.normalize(weight, dim=getattr(matrix, "along", -1), eps=shortest).to(matrix.weight.dtype)
 
 
 def rope_angles(t: Tensor, config: NGPTConfig, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -236,21 +239,23 @@ class NGPTPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Random matrices, with rows of length 1 if constraint=projection; scale vectors at their `scale`."""
+        """Random matrices, with rows of length 1 if constraint=projection or ball; scale vectors at their `scale`."""
         if isinstance(module, (SphereLinear, nn.Embedding)):
             initialization.normal_(module.weight, std=1 / math.sqrt(self.config.hidden_size))
-            if self.config.constraint == "projection":
+            if self.config.constraint in ("projection", "ball"):
                 initialization.copy_(module.weight, unit_vectors(module))
         elif isinstance(module, ScaleVector) and module.stored is not None:
             initialization.constant_(module.stored, module.scale)
 
     @torch.no_grad()
     def project_(self) -> None:
-        """Gives every row length 1, in place, if constraint=projection: section 2.6, item 2."""
-        if self.config.constraint == "projection":
+        """Gives every row length 1, in place, if constraint=projection: section 2.6, item 2. If constraint=ball, only
+        longer rows."""
+        if self.config.constraint in ("projection", "ball"):
+            shortest = 1e-12 if self.config.constraint == "projection" else 1.0
             for module in self.modules():
                 if isinstance(module, (SphereLinear, nn.Embedding)):
-                    module.weight.copy_(unit_vectors(module))
+                    module.weight.copy_(unit_vectors(module, shortest))
 
 
 class NGPTModel(NGPTPreTrainedModel):
