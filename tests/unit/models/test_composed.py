@@ -229,7 +229,7 @@ def test_first_values() -> None:
 def test_bf16_statistics_are_in_fp32() -> None:
     """Every norm of a bf16 activation is the fp32 one, rounded. Caught: a mean or a tanh in bf16."""
     x = (50 + torch.randn(4, 64, generator=torch.Generator().manual_seed(0))).bfloat16()
-    for norm in ("rms", "layer", "layer_no_bias", "layer_no_gain", "layer_plain", "cogview", "dyt"):
+    for norm in ("rms", "layer", "layer_no_bias", "layer_no_gain", "layer_plain", "cogview", "dyt", "derf"):
         made: Decoder = build_model(
             ComposedConfig(norm=norm, d_model=64, n_layers=1, psi_warmup_steps=0, group_scaling=0, vocab_size=61)
         )
