@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.adam import unsupported
 from ngpt_train.models.layers.linear import cast_linears
+from ngpt_train.optim.lr_rules import factor_of_rule
 from ngpt_train.optim.row_adam import RowAdam, local_rows
 
 if TYPE_CHECKING:
@@ -63,9 +64,10 @@ def build_optimizer(model: Decoder, groups: list[ParameterGroup], config: OptimC
 
 def lr_factors(groups: Sequence[ParameterGroup], config: Config) -> list[float]:
     """For each group, its learning rate / the rate of the step. It is 1 unless the architecture has learning rates by
-    kind of parameter (`ModelConfig.lr_factors`)."""
+    kind of parameter (`ModelConfig.lr_factors`) or the run has a rule (`optim.lr_rule`)."""
     factors = config.model.lr_factors(config.train.steps)
-    return [1.0 if factors is None else getattr(factors, group.kind or "vector") for group in groups]
+    by_kind = [1.0 if factors is None else getattr(factors, group.kind or "vector") for group in groups]
+    return [factor_of_rule(config) * factor for factor in by_kind]
 
 
 @torch.no_grad()

@@ -17,10 +17,10 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Union
 
-from ngpt_train.config.keys import AUTO, COUNT_OR_0, Conflict, FloatOrAuto, IntOrAuto, Table, key
+from ngpt_train.config.keys import AUTO, COUNT, COUNT_OR_0, Conflict, FloatOrAuto, IntOrAuto, Table, key
 from ngpt_train.config.validate import Origin, keep_later, mistake
 
 if TYPE_CHECKING:
@@ -140,6 +140,17 @@ def _is_positive(value: Any) -> bool:
 
 
 @dataclass
+class RateReferenceConfig:
+    """The run in which optim.lr was tuned. optim.lr_rule carries it to others."""
+
+    batch_tokens: Union[int, None] = key(None, "Its tokens a step; null is this run's.", **COUNT)
+    n_layers: Union[int, None] = key(None, "Its n_layers; null is this run's.", **COUNT)
+    tokens: Union[int, None] = key(
+        None, "Its tokens in all; null is this run's.", minimum=1, maximum=1_000_000_000_000_000
+    )
+
+
+@dataclass
 class OptimConfig:
     """The optimizer. The recipe of the architecture sets these."""
 
@@ -157,6 +168,14 @@ class OptimConfig:
         table=Table(problem_of, "{tiny: {256: 0.001}}", "Set optim.lr, or write a recipe in YAML"),
     )
     lr_source: str = key("", "Where optim.lr is from, which the log says. With lr=auto the entry of lr_table says it.")
+    lr_rule: str = key(
+        "none",
+        "none: optim.lr is the rate. hyperp: the rate of all parameters is optim.lr sqrt(B / B_0) sqrt(L_0 / L) "
+        "(T / T_0)^-0.32, with B tokens a step, L layers, T tokens in all, and optim.reference's (arXiv 2603.28743, "
+        "where it is MuonH's).",
+        choices=("none", "hyperp"),
+    )
+    reference: RateReferenceConfig = field(default_factory=RateReferenceConfig)
     betas: list[float] = key([0.9, 0.95], "Adam's decay rates of the first and second moment.")
     eps: float = key(1e-8, "Adam's epsilon.", above=0, maximum=1)
     weight_decay: float = key(
@@ -217,6 +236,10 @@ class OptimConfig:
             yield "optim.betas", "not two numbers >= 0 and < 1", "For example optim.betas=[0.9,0.95]"
         if self.weight_decay and self.name == "adam":
             yield "optim.weight_decay optim.name", "adam never decays", "Set optim.name=adamw or optim.weight_decay=0"
+        given = [name for name, value in vars(self.reference).items() if value is not None]
+        if self.lr_rule == "none" and given:
+            fix = "Set optim.lr_rule=hyperp, or leave optim.reference out"
+            yield f"optim.reference.{given[0]} optim.lr_rule", "no rule carries the rate", fix
 
 
 @dataclass

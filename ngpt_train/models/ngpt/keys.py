@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # The words that `init` and `scale` of a scale vector may be besides a number. auto: model.init_table's for the scale,
 # else the paper's.
-SCALE_WORDS = (AUTO, "1/L", "0.05*L_ref/L", "1/sqrt(d)", "sqrt(d)", "sqrt(d/d_ref)")
+SCALE_WORDS = (AUTO, "1/L", "0.05*L_ref/L", "0.05*sqrt(L_ref/L)", "1/sqrt(d)", "sqrt(d)", "sqrt(d/d_ref)")
 VECTORS = ("s_qk", "s_u", "s_v", "s_z", "alpha_attn", "alpha_mlp")
 UPDATES = ("lerp", "slerp", "riemannian")
 SOFTMAX_SCALES = ("sqrt(d_k)", "1/sqrt(d_k)", "d/sqrt(d_k)")
@@ -73,15 +73,31 @@ class ReferenceConfig:
     steps: Union[int, None] = key(None, "Its train.steps; null is this run's.", **COUNT)
 
 
-def nugpt_lr_factors(width: float, horizon: float) -> LrFactors:
-    """nuGPT's learning rates (arXiv 2604.27077, Table 1, as a third-party implementation has it), relative to optim.lr.
+# model.lr_rule -> exponents of the width in the rates of the blocks' matrices and of the output embedding, and of the
+# depth in the blocks'. "completep" and "depth_mup" are the paper's names of its ablations (4.4, 4.5 and Lemma 6.9);
+# their column of Table 1 is lost in our copy, so they are inferred from the text.
+EXPONENTS = {
+    "nugpt": (-3 / 4, -3 / 4, 0.0),
+    "completep": (-1.0, -1 / 2, 0.0),
+    "depth_mup": (-3 / 4, -3 / 4, -1 / 2),
+}
 
-    width: d_model relative to the reference's; horizon: train.steps relative to the reference's. Depth has no part in
-    them: it acts through the initial alpha.
+
+def nugpt_lr_factors(width: float, horizon: float, depth: float = 1.0, rule: str = "nugpt") -> LrFactors:
+    """nuGPT's learning rates (arXiv 2604.27077, section 3.1) or an ablation's of its paper, relative to optim.lr.
+
+    width: d_model relative to the reference's; horizon: train.steps and depth: n_layers relative to the reference's.
+    nuGPT's rates have no depth, which acts through the initial alpha alone. The half of the output embedding is no part
+    of the rule: it is the paper's tuned coefficient (7.4), for its model.
     """
+    of_hidden, of_output, of_depth = EXPONENTS[rule]
     every = horizon ** (-1 / 3)
-    hidden = every * width ** (-3 / 4)
-    return LrFactors(embedding=every * width ** (-1 / 2), hidden=hidden, output=0.5 * hidden, vector=every)
+    return LrFactors(
+        embedding=every * width ** (-1 / 2),
+        hidden=every * width**of_hidden * depth**of_depth,
+        output=0.5 * every * width**of_output,
+        vector=every,
+    )
 
 
 @dataclass
@@ -132,8 +148,10 @@ class NGPTConfig(ModelConfig):
         "none",
         "none: every parameter has optim.lr. nugpt: with m = d_model / model.reference.d_model, embeddings have "
         "optim.lr * m^-1/2, the matrices of the blocks m^-3/4, the output embedding half of that, scale vectors 1, and "
-        "all of them (train.steps / model.reference.steps)^-1/3 (arXiv 2604.27077; choose it with recipe=nugpt).",
-        choices=("none", "nugpt"),
+        "all of them (train.steps / model.reference.steps)^-1/3 (arXiv 2604.27077; choose it with recipe=nugpt). Its "
+        "paper's ablations: completep has m^-1 for the blocks and half of m^-1/2 for the output; depth_mup multiplies "
+        "the blocks' by (n_layers / model.reference.n_layers)^-1/2.",
+        choices=("none", *EXPONENTS),
     )
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     activation: str = key("silu", "Gate of the MLP; gelu is the exact one.", choices=("silu", "gelu"))
@@ -149,7 +167,8 @@ class NGPTConfig(ModelConfig):
     def lr_factors(self, steps: int) -> LrFactors | None:
         if self.lr_rule == "none":
             return None
-        return nugpt_lr_factors(self.relative_width, steps / (self.reference.steps or steps))
+        horizon = steps / (self.reference.steps or steps)
+        return nugpt_lr_factors(self.relative_width, horizon, self.relative_depth, self.lr_rule)
 
     @property
     def relative_width(self) -> float:
@@ -171,7 +190,7 @@ class NGPTConfig(ModelConfig):
             yield "lr_rule", "reference.steps"
             if "sqrt(d/d_ref)" not in words:
                 yield "lr_rule", "reference.d_model"
-        if "0.05*L_ref/L" not in words:
+        if self.lr_rule != "depth_mup" and not {"0.05*L_ref/L", "0.05*sqrt(L_ref/L)"} & words:
             yield "alpha_mlp.init", "reference.n_layers"
         if self.s_qk.kind != "vector":
             yield "s_qk.kind", "s_qk.shared"
@@ -183,6 +202,9 @@ class NGPTConfig(ModelConfig):
         if config.optim.weight_decay:
             fix = "Set optim.weight_decay=0, or leave the recipe to the model"
             yield "optim.weight_decay model.name", "nGPT's weights are never decayed", fix
+        if self.lr_rule != "none" and config.optim.lr_rule != "none":
+            problem = "nuGPT's rates have no factor of depth, HyperP's have 1 / sqrt(L): the two contradict each other"
+            yield "model.lr_rule optim.lr_rule", problem, "Set one of them to none"
         if self.lr_rule != "none" and self.tied_embeddings:
             fix = "Set model.tied_embeddings=false, or model.lr_rule=none"
             yield "model.tied_embeddings model.lr_rule", "one matrix cannot have the rates of two", fix

@@ -119,6 +119,7 @@ def value_of(value: float | str, model: NGPTConfig) -> float:
     words = {
         "1/L": 1 / model.n_layers,
         "0.05*L_ref/L": 0.05 / model.relative_depth,
+        "0.05*sqrt(L_ref/L)": 0.05 / math.sqrt(model.relative_depth),
         "1/sqrt(d)": 1 / math.sqrt(model.d_model),
         "sqrt(d)": math.sqrt(model.d_model),
         "sqrt(d/d_ref)": math.sqrt(model.relative_width),
