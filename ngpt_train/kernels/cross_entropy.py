@@ -16,6 +16,8 @@ pass. Gradients of the summed loss, with p = softmax(z) and e_t the unit vector 
 With a `gradient_scale` g (nGPT's logit preconditioning, models/ngpt/model.py) dh = (diag(g) W)^T dz and dW = diag(g)
 dW'; the loss and ds_z stay.
 
+With a soft cap the loss is of c tanh(z / c) in place of z, and the gradient of z has the factor 1 - tanh(z / c)^2.
+
 The loss is a sum, so the forward pass can compute its gradients too, up to the incoming factor dL/dloss. It takes
 the tokens in chunks. For each chunk it computes the logits and losses, writes dz over the logits, and computes dh and
 the chunk's part of dW'. The next chunk's logits use the same memory. The backward pass only multiplies by dL/dloss.
@@ -45,6 +47,7 @@ def linear_cross_entropy(
     scale: Tensor | None = None,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
+    soft_cap: float = 0.0,
     gradient_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(loss, cross_entropy, z_term) of the logits z = scale * (matrix h): sums over the targets, in nats.
@@ -54,6 +57,7 @@ def linear_cross_entropy(
     targets: `(...)` int64 in [0, V), or IGNORED for a token that does not count.
     scale: `(V,)`; None is 1.
     z_loss: adds z_loss * logsumexp(logits)^2 to the loss for every target that counts.
+    soft_cap: z is soft_cap * tanh(z / soft_cap) instead; 0: no cap.
     label_smoothing: the loss has (1 - label_smoothing) times the cross-entropy and label_smoothing times the mean over
     the V tokens of -log p, as torch's F.cross_entropy; `cross_entropy` stays the plain one.
     gradient_scale: `(V,)`, without a gradient; replaces scale in the gradients of h and matrix; None is scale.
@@ -65,11 +69,11 @@ def linear_cross_entropy(
     for shapes that do not fit.
     """
     h = at_least_fp32(h)
-    z = F.linear(h, scaled(matrix.to(h.dtype), scale))  # (..., V)
+    z = soft_capped(F.linear(h, scaled(matrix.to(h.dtype), scale)), soft_cap)  # (..., V)
     if gradient_scale is not None:  # z of before, to which h and matrix are constants, and a 0 with their gradients
         z = F.linear(h.detach(), scaled(matrix.detach().to(h.dtype), scale))
         carrier = F.linear(h, scaled(matrix.to(h.dtype), gradient_scale))
-        z = z + (carrier - carrier.detach())
+        z = soft_capped(z + (carrier - carrier.detach()), soft_cap)
     counts = targets != IGNORED
     lse = z.logsumexp(-1)
     z_t = z.gather(-1, targets.where(counts, 0)[..., None]).squeeze(-1)
@@ -99,11 +103,12 @@ def in_chunks(
     scale: Tensor | None = None,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
+    soft_cap: float = 0.0,
     gradient_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     check(h, matrix, targets, scale, gradient_scale)
     enabled = torch.is_grad_enabled()
-    options = z_loss, label_smoothing, gradient_scale, enabled, on_triton
+    options = z_loss, label_smoothing, soft_cap, gradient_scale, enabled, on_triton
     loss, *parts = _LinearCrossEntropy.apply(h, matrix, targets, scale, *options)
     cross_entropy, z_term = parts or (loss.detach(), None)
     return loss, cross_entropy, z_term if z_loss else None
@@ -114,14 +119,23 @@ def scaled(matrix: Tensor, scale: Tensor | None) -> Tensor:
     return matrix if scale is None else scale[:, None] * matrix  # eq. 3
 
 
+def soft_capped(z: Tensor, soft_cap: float) -> Tensor:
+    """c tanh(z / c) of logits z, with c = soft_cap; 0: z itself."""
+    return soft_cap * torch.tanh(z / soft_cap) if soft_cap else z
+
+
 @torch.no_grad()
-def token_losses(h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None = None) -> Tensor:
+def token_losses(
+    h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None = None, soft_cap: float = 0.0
+) -> Tensor:
     """The cross-entropy of each target, in the shape of targets; an IGNORED target has 0. Without gradients.
 
     Arguments and dtype as of `linear_cross_entropy`. Its cross_entropy is the sum.
     """
     on_triton = runs_on_triton("linear_cross_entropy", h)
-    losses, *_ = linear_cross_entropy_forward(h, matrix, targets, scale, 0.0, False, False, False, 0.0, on_triton)
+    losses, *_ = linear_cross_entropy_forward(
+        h, matrix, targets, scale, 0.0, False, False, False, 0.0, on_triton, soft_cap
+    )
     return losses.view(targets.shape)
 
 
@@ -135,6 +149,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale: Tensor | None,
         z_loss: float,
         label_smoothing: float,
+        soft_cap: float,
         gradient_scale: Tensor | None,
         grad_enabled: bool,
         on_triton: bool,
@@ -142,7 +157,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # grad_enabled is an argument because autograd is always off in here, and needs_input_grad ignores it.
         need_h, need_matrix, _, need_scale, *_ = (grad_enabled and needed for needed in ctx.needs_input_grad)
         losses, z_term, dh, dmatrix, dscale, smoothing = linear_cross_entropy_forward(
-            h, matrix, targets, scale, z_loss, need_h, need_matrix, need_scale, label_smoothing, on_triton,
+            h, matrix, targets, scale, z_loss, need_h, need_matrix, need_scale, label_smoothing, on_triton, soft_cap,
             gradient_scale,
         )  # fmt: skip
         cross_entropy = losses.sum()  # one sum, whose order does not depend on the size of the chunks
@@ -164,7 +179,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             times(dmatrix, dloss) if need_matrix else None,
             None,
             dscale * dloss if need_scale else None,
-            *[None] * 5,
+            *[None] * 6,
         )
 
 
@@ -187,6 +202,7 @@ def linear_cross_entropy_forward(
     need_scale: bool,
     label_smoothing: float,
     on_triton: bool,
+    soft_cap: float = 0.0,
     gradient_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(cross-entropies `(N,)`, z-loss terms, dh, dmatrix, dscale, smoothing terms e (z_t - mean_v z_v)).
@@ -223,7 +239,7 @@ def linear_cross_entropy_forward(
             cross_entropy_ = _cross_entropy_
         gradient = need_h or sum_needed
         sums = losses[here], z_terms[here], smoothing[here]
-        cross_entropy_(logits, rows_of_targets[here], *sums, z_loss, label_smoothing, gradient)
+        cross_entropy_(logits, rows_of_targets[here], *sums, z_loss, label_smoothing, soft_cap, gradient)
         if need_h:
             torch.mm(logits, weight_onward, out=dh[here])
         if dweight is not None:
@@ -258,6 +274,7 @@ def _(
     need_scale: bool,
     label_smoothing: float,
     on_triton: bool,
+    soft_cap: float = 0.0,
     gradient_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     dtype = torch.promote_types(h.dtype, torch.float32)
@@ -279,6 +296,7 @@ def _cross_entropy_(
     smoothing: Tensor,
     z_loss: float,
     label_smoothing: float,
+    soft_cap: float,
     gradient: bool,
 ) -> None:
     """Writes the cross-entropies of logits `(N, V)` to losses `(N,)`, c lse^2 to z_terms, `(N,)`, empty if c = 0, and
@@ -289,6 +307,11 @@ def _cross_entropy_(
     counts = (targets != IGNORED)[:, None]
     index = targets[:, None].where(counts, 0)  # (N, 1)
     z = logits.to(losses.dtype)  # for fp32 and fp64 the logits themselves
+    slope = None
+    if soft_cap:
+        share = torch.tanh(z / soft_cap)  # (N, V)
+        torch.mul(share, soft_cap, out=z)
+        slope = share.square_().neg_().add_(1)  # d capped / dz
     target_logits = z.gather(1, index)
     if label_smoothing:
         smoothing.copy_((label_smoothing * (target_logits - z.mean(1, keepdim=True))).where(counts, 0).squeeze(1))
@@ -303,6 +326,8 @@ def _cross_entropy_(
         if label_smoothing:
             z.sub_((label_smoothing / z.shape[1]) * counts.to(z.dtype))
         z.scatter_(1, index, z.gather(1, index) - (1 - label_smoothing) * counts.to(z.dtype))
+        if slope is not None:
+            z.mul_(slope)
         logits.copy_(z)
 
 

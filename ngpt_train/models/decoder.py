@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.constants import IGNORED
-from ngpt_train.kernels.cross_entropy import linear_cross_entropy, token_losses
+from ngpt_train.kernels.cross_entropy import linear_cross_entropy, soft_capped, token_losses
 from ngpt_train.kernels.norm import Constraint
 from ngpt_train.models.layers.documents import (
     Mask,
@@ -42,28 +42,37 @@ class Loss(NamedTuple):
 class Head(NamedTuple):
     """Logits = scale * (matrix h): h `(B, T, d_model)`, matrix `(V, d_model)` as it is stored, scale `(V,)` or None.
 
+    With a soft_cap c > 0 they are c tanh(logits / c).
     gradient_scale `(V,)` replaces scale in the loss's gradients of h and matrix (kernels/cross_entropy.py).
     """
 
     h: Tensor
     matrix: Tensor
     scale: Tensor | None = None
+    soft_cap: float = 0.0
     gradient_scale: Tensor | None = None
 
     def logits(self) -> Tensor:
         """Logits `(B, T, V)` in at least fp32."""
         logits = F.linear(self.h, self.matrix.to(self.h.dtype)).to(torch.promote_types(self.h.dtype, torch.float32))
-        return logits if self.scale is None else logits * self.scale
+        return soft_capped(logits if self.scale is None else logits * self.scale, self.soft_cap)
 
     def loss(self, targets: Tensor, z_loss: float, label_smoothing: float = 0.0) -> Loss:
         """The loss of targets `(B, T)`, computed without holding all logits."""
         n_tokens = (targets != IGNORED).sum()
         if not torch.is_grad_enabled() and z_loss == label_smoothing == 0:
-            losses = token_losses(self.h, self.matrix, targets, self.scale)
+            losses = token_losses(self.h, self.matrix, targets, self.scale, self.soft_cap)
             total = losses.sum()
             return Loss(total, n_tokens, total, None, losses)
         total, cross_entropy, z_term = linear_cross_entropy(
-            self.h, self.matrix, targets, self.scale, z_loss, label_smoothing, self.gradient_scale
+            self.h,
+            self.matrix,
+            targets,
+            self.scale,
+            z_loss,
+            label_smoothing,
+            self.soft_cap,
+            self.gradient_scale,
         )
         return Loss(total, n_tokens, cross_entropy, z_term)
 

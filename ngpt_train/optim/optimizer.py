@@ -12,6 +12,7 @@ from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.adam import unsupported
 from ngpt_train.models.layers.linear import cast_linears
 from ngpt_train.optim.gated_adam import GatedAdam
+from ngpt_train.optim.lr_rules import factor_of_rule
 from ngpt_train.optim.matrix_optimizer import MatrixOptimizer, block_matrices
 from ngpt_train.optim.row_adam import RowAdam, local_rows
 
@@ -84,14 +85,14 @@ def build_optimizer(model: Decoder, groups: list[ParameterGroup], config: OptimC
 
 def lr_factors(groups: Sequence[ParameterGroup], config: Config) -> list[float]:
     """For each group, its learning rate / the rate of the step. It is 1 unless the config has a rate for the kind of
-    parameter (optim.groups) or the architecture has (`ModelConfig.lr_factors`)."""
-    factors = config.model.lr_factors(config.train.steps)
+    parameter (optim.groups), the architecture has (`ModelConfig.lr_factors`) or the run has a rule (optim.lr_rule)."""
+    factors, of_rule = config.model.lr_factors(config.train.steps), factor_of_rule(config)
     found = []
     for group in groups:
         kind = group.kind or "vector"
         rate: float | None = getattr(config.optim.groups, kind, None)
         of_model = 1.0 if factors is None else getattr(factors, kind)
-        found.append(of_model if rate is None else rate / float(config.optim.lr))
+        found.append(of_rule * (of_model if rate is None else rate / float(config.optim.lr)))
     return found
 
 

@@ -212,14 +212,14 @@ class FusedRMSNorm(torch.autograd.Function):
     """Keeps the same tensors as torch's RMSNorm on a GPU. On a CPU torch also keeps x / rms(x)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: Any, gain: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, shape: Any, gain: Tensor | None, eps: float) -> Tensor:
         ctx.save_for_backward(x, gain, x.new_empty(x.shape[:-1]))  # the last: 1 / rms(x)
         return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gain, _ = ctx.saved_tensors
-        return torch.empty_like(x), None, torch.empty_like(gain), None
+        return torch.empty_like(x), None, None if gain is None else torch.empty_like(gain), None
 
 
 @contextmanager

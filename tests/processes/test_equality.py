@@ -47,7 +47,8 @@ OPTIONS = {
         *("model.bias=true", "model.layer_scale=0.5", "model.embedding_gradient=0.5", "model.tied_embeddings=true"),
     ],
     "composed_encoder_decoder": [
-        *("model.norm=layer_no_bias", "model.head_scale=before", "model.ffn_norm=norm", "model.bias=true"),
+        *("model.head_scale=before", "model.ffn_norm=norm", "model.bias=true"),
+        *("model.separate_gains=true", "model.input_gain_decay=true"),
     ],
 }
 RECIPES |= {f"{name} with dropout": RECIPES[name] for name in ("gpt", "ntransformer")}
@@ -80,7 +81,7 @@ FAST: dict[int, list[Cell]] = {  # by ranks; the other recipes and cells are in 
         ("ngpt with nugpt", "fsdp(2)", "none"),
         ("ngpt with training_ngpt", "fsdp(2)", "none"),
         ("ntransformer with dropout", "fsdp(2)", "full"),
-        ("composed_encoder_decoder", "ddp(2)", "none"),
+        ("composed_encoder_decoder", "fsdp(2)", "none"),
         ("powernorm", "ddp(2)", "none"),
     ],
     4: [

@@ -63,7 +63,7 @@ class Architecture:
 
 def gpt_with(**options: Any) -> Architecture:
     table = partial(gpt.shapes, **gpt_shape(options))
-    told = {name: options[name] for name in ("rope_layout", "activation") if name in options}
+    told = {name: options[name] for name in ("rope_layout", "activation", "logit_soft_cap") if name in options}
     forward = partial(gpt.forward, **told)
     return Architecture(GPTConfig, table, gpt.random_weights, forward, gpt.n_params, options)
 
@@ -75,7 +75,8 @@ def gpt_shape(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def gpt_encoder_decoder_with(**options: Any) -> Architecture:
-    told = {name: options[name] for name in ("rope_layout", "rope_base", "norm_eps", "activation") if name in options}
+    used = ("rope_layout", "rope_base", "norm_eps", "activation", "logit_soft_cap")
+    told = {name: options[name] for name in used if name in options}
     table = partial(ntransformer.baseline_shapes, **gpt_shape(options))
     forward = partial(ntransformer.baseline_forward, **told)
     formula = ntransformer.baseline_n_params
@@ -225,6 +226,9 @@ VARIANTS = {
     "composed cogview": composed_with(**NORMFORMER | {"norm": "cogview", "mlp_norm_placement": "peri"}, norm_eps=1e-2),
     "composed cogview's gradient": composed_with(embedding_gradient=0.1, scaled_embedding=True, tied_embeddings=True),
     "composed dyt": composed_with(norm="dyt", ffn_norm="norm", qk_norm=True, positions="none"),
+    "composed derf": composed_with(norm="derf", norm_placement="peri", ffn_norm="norm", bias=True),
+    "composed separate gains": composed_with(separate_gains=True, norm_placement="peri", bias=True, qk_norm=True),
+    "composed plain separate gains": composed_with(separate_gains=True, mlp="plain", activation="relu2"),
     "composed qkv norm": composed_with(norm="layer", qkv_norm=True, head_scale="after", positions="learned"),
     "composed interleaved": composed_with(rope_layout="interleaved", rope_base=50.0, activation="gelu", qkv_norm=True),
     "composed relu2": composed_with(norm_placement="post", mlp="plain", activation="relu2", ffn_norm="norm"),
@@ -237,6 +241,7 @@ VARIANTS = {
     "composed_encoder_decoder dyt": composed_encoder_decoder_with(
         norm="dyt", norm_placement="reordered", mlp_norm_placement="pre", positions="none", res_scale="attn"
     ),
+    "composed_encoder_decoder separate gains": composed_encoder_decoder_with(separate_gains=True),
     "composed_encoder_decoder cogview": composed_encoder_decoder_with(
         **NORMFORMER | {"norm": "cogview", "qkv_norm": True, "positions": "rotary"}, embedding_gradient=0.1
     ),
@@ -245,6 +250,7 @@ VARIANTS = {
     "gpt plain gelu": gpt_with(mlp="plain", activation="gelu", qk_norm=True),
     "gpt plain relu2": gpt_with(mlp="plain", activation="relu2", tied_embeddings=True),
     "gpt interleaved": gpt_with(rope_layout="interleaved", qk_norm=True),
+    "gpt soft cap": gpt_with(logit_soft_cap=0.7),
     "ngpt slerp": ngpt_with(update="slerp"),
     "ngpt riemannian": ngpt_with(update="riemannian"),
     "ngpt blocks": ngpt_with(update="slerp", update_attn="riemannian", update_mlp="lerp"),
@@ -280,6 +286,7 @@ VARIANTS = {
     "gpt_encoder_decoder plain": gpt_encoder_decoder_with(mlp="plain"),
     "gpt_encoder_decoder plain gelu": gpt_encoder_decoder_with(mlp="plain", activation="gelu"),
     "gpt_encoder_decoder interleaved": gpt_encoder_decoder_with(rope_layout="interleaved", qk_norm=True),
+    "gpt_encoder_decoder soft cap": gpt_encoder_decoder_with(logit_soft_cap=0.7),
     "ntransformer slerp": ntransformer_with(update="slerp"),
     "ntransformer riemannian": ntransformer_with(update="riemannian"),
     "ntransformer blocks": ntransformer_with(update_attn="slerp", update_cross="riemannian"),

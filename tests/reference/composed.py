@@ -23,6 +23,7 @@ DEFAULTS: dict[str, Any] = {
     "norm_placement": "pre",
     "attn_norm_placement": None,
     "mlp_norm_placement": None,
+    "separate_gains": False,
     "ffn_norm": "none",
     "qk_norm": False,
     "qkv_norm": False,
@@ -76,10 +77,12 @@ def shapes(
             return gain
         if o["norm"] in ("layer_no_gain", "layer_plain"):
             return bias if o["norm"] == "layer_no_gain" else {}
-        return gain | bias | ({f"{name}.alpha": (1,)} if o["norm"] == "dyt" else {})
+        learned = {"dyt": ["alpha"], "derf": ["alpha", "shift"]}.get(o["norm"], [])
+        return gain | bias | {f"{name}.{part}": (1,) for part in learned}
 
     def around(name: str, placement: str) -> Shapes:
-        found = norm(f"norm_{name}", d) if placement in ("pre", "peri") else {}
+        shared = placement in ("pre", "peri") and not o["separate_gains"]
+        found = norm(f"norm_{name}", d) if shared else {}
         if placement in ("post", "peri", "reordered"):
             found |= norm(f"norm_post_{name}", d)
         if o["res_scale"] in ("both", "mlp" if name == "mlp" else "attn"):
@@ -98,12 +101,14 @@ def shapes(
             found |= norm("norm_q", d_q) | norm("norm_k", d_kv) | norm("norm_v", d_kv)
         if o["head_scale"] != "none":
             found["head_scale"] = (n_heads,)
-        return found
+        return found | ({f"gain_w{x}": (d,) for x in "qkv"} if o["separate_gains"] else {})
 
     block = attention() | around("attn", of_attention) | around("mlp", of_mlp)
     block |= {"w_u": (d_mlp, d), "w_down": (d_mlp, d)} | ({"w_v": (d_mlp, d)} if o["mlp"] == "gated" else {})
     if o["bias"]:
         block |= {"b_u": (d_mlp,), "b_down": (d,)} | ({"b_v": (d_mlp,)} if o["mlp"] == "gated" else {})
+    if o["separate_gains"]:
+        block |= {f"gain_w_{x}": (d,) for x in ("uv" if o["mlp"] == "gated" else "u")}
     if o["ffn_norm"] == "norm":
         block |= norm("norm_ffn", d_mlp)
     if o["ffn_norm"] == "gain":
@@ -132,9 +137,11 @@ def random_weights(table: Shapes, seed: int) -> dict[str, Tensor]:
     return {name: x - 1 if name.endswith(".b_v") else x for name, x in weights.items()}
 
 
-def normalized(x: Tensor, gain: Tensor | float, bias: Tensor | float, alpha: Tensor | None, kind: str, eps: float):  # type: ignore[no-untyped-def]
+def normalized(x: Tensor, gain: Any, bias: Any, alpha: Any, shift: Any, kind: str, eps: float) -> Tensor:
     if kind == "dyt":
         return gain * torch.tanh(alpha * x) + bias
+    if kind == "derf":
+        return gain * torch.erf(alpha * x + shift) + bias
     if kind == "rms":
         return gain * x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
     if kind == "cogview":
@@ -162,8 +169,9 @@ def forward(
     def norm(place: str, x: Tensor) -> Tensor:
         if norms is not None:
             return norms[place](x.flatten(0, 1), weights[place], weights[f"{place}.bias"]).view_as(x)
-        gain, bias, alpha = weights.get(place, 1.0), weights.get(f"{place}.bias", 0.0), weights.get(f"{place}.alpha")
-        return normalized(x, gain, bias, alpha, o["norm"], o["norm_eps"])
+        gain, bias = weights.get(place, 1.0), weights.get(f"{place}.bias", 0.0)
+        alpha, shift = weights.get(f"{place}.alpha"), weights.get(f"{place}.shift")
+        return normalized(x, gain, bias, alpha, shift, o["norm"], o["norm_eps"])
 
     def step(block: str, name: str, placement: str, x: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
         before, after = f"{block}.norm_{name}", f"{block}.norm_post_{name}"
@@ -180,6 +188,7 @@ def forward(
 
     def attention(block: str, x: Tensor, memory: Tensor, visible: Tensor, ids: Tensor | None, turned: bool) -> Tensor:
         def project(name: str, y: Tensor) -> Tensor:
+            y = y * weights.get(f"{block}.gain_w{name}", 1.0)
             y = y @ weights[f"{block}.w{name}"].T + weights.get(f"{block}.b{name}", 0.0)
             y = norm(f"{block}.norm_{name}", y) if o["qkv_norm"] else y
             y = split_heads(y, d_k)
@@ -200,9 +209,13 @@ def forward(
 
     def mlp(block: str, x: Tensor) -> Tensor:
         act = ACTIVATIONS[o["activation"]]
-        hidden = x @ weights[f"{block}.w_u"].T + weights.get(f"{block}.b_u", 0.0)
+
+        def read(name: str, x: Tensor) -> Tensor:
+            return x * weights.get(f"{block}.gain_w_{name}", 1.0)
+
+        hidden = read("u", x) @ weights[f"{block}.w_u"].T + weights.get(f"{block}.b_u", 0.0)
         if o["mlp"] == "gated":
-            hidden = hidden * act(x @ weights[f"{block}.w_v"].T + weights.get(f"{block}.b_v", 0.0))
+            hidden = hidden * act(read("v", x) @ weights[f"{block}.w_v"].T + weights.get(f"{block}.b_v", 0.0))
         else:
             hidden = act(hidden)
         if o["ffn_norm"] == "norm":

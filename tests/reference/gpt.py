@@ -65,6 +65,7 @@ def forward(
     rope_layout: str = "half",
     norm_eps: float = 1e-6,
     activation: str = "silu",
+    logit_soft_cap: float | None = None,
     doc_ids: Tensor | None = None,
 ) -> Tensor:
     """tokens (B, T) -> logits (B, T, V). Without `output` the embeddings are tied, without `w_v` there is no gate."""
@@ -85,7 +86,12 @@ def forward(
         h = h + attention(q, k, v, d_k**-0.5, doc_ids) @ w["wo"]
         x = rms_norm(h, w["norm_mlp"])
         h = h + hidden(w, x, activation) @ w["w_down"]
-    return rms_norm(h, weights["norm_final"]) @ weights.get("output", weights["embedding"]).T
+    z = rms_norm(h, weights["norm_final"]) @ weights.get("output", weights["embedding"]).T
+    return capped(z, logit_soft_cap)
+
+
+def capped(z: Tensor, cap: float | None) -> Tensor:
+    return z if cap is None else cap * torch.tanh(z / cap)
 
 
 def hidden(w: dict[str, Tensor], x: Tensor, activation: str) -> Tensor:

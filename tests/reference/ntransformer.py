@@ -203,6 +203,7 @@ def baseline_forward(
     rope_layout: str = "half",
     norm_eps: float = 1e-6,
     activation: str = "silu",
+    logit_soft_cap: float | None = None,
     doc_ids: Tensor | None = None,
 ) -> Tensor:
     """tokens (B, S + T) -> logits (B, T, V): eqs. 1, 2, 9 and Table 1, with the MLP and RMSNorms of `gpt`."""
@@ -238,7 +239,9 @@ def baseline_forward(
         h = h + attention(w, x, x, in_decoder, positions=True)
         h = h + attention(_block(w, "cross."), rms_norm(h, w["norm_cross"]), memory, across, positions=False)
         h = h + mlp(w, rms_norm(h, w["norm_mlp"]))
-    return rms_norm(h, weights["norm_final"]) @ weights.get("output", weights["embedding"]).T
+    return gpt.capped(
+        rms_norm(h, weights["norm_final"]) @ weights.get("output", weights["embedding"]).T, logit_soft_cap
+    )
 
 
 def _n_params(model: Any, matrices: int, vectors: int, of_cross: int, ends: int) -> int:

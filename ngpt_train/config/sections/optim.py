@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Union
 
-from ngpt_train.config.keys import AUTO, COUNT_OR_0, Conflict, FloatOrAuto, IntOrAuto, Table, key
+from ngpt_train.config.keys import AUTO, COUNT, COUNT_OR_0, Conflict, FloatOrAuto, IntOrAuto, Table, key
 from ngpt_train.config.sections.lr_table import OPTIMIZERS, found_for, look_up, problem_of
 from ngpt_train.config.validate import Origin, keep_later, mistake, show
 
@@ -48,6 +48,17 @@ class GroupsConfig:
 
 
 @dataclass
+class RateReferenceConfig:
+    """The run in which optim.lr was tuned. optim.lr_rule carries it to others."""
+
+    batch_tokens: Union[int, None] = key(None, "Its tokens a step; null is this run's.", **COUNT)
+    n_layers: Union[int, None] = key(None, "Its n_layers; null is this run's.", **COUNT)
+    tokens: Union[int, None] = key(
+        None, "Its tokens in all; null is this run's.", minimum=1, maximum=1_000_000_000_000_000
+    )
+
+
+@dataclass
 class OptimConfig:
     """The optimizer. The recipe of the architecture sets these."""
 
@@ -72,6 +83,14 @@ class OptimConfig:
     )
     groups: GroupsConfig = field(default_factory=GroupsConfig)
     lr_source: str = key("", "Where optim.lr is from, which the log says. With lr=auto the entry of lr_table says it.")
+    lr_rule: str = key(
+        "none",
+        "none: optim.lr is the rate. hyperp: the rate of all parameters is optim.lr sqrt(B / B_0) sqrt(L_0 / L) "
+        "(T / T_0)^-0.32, with B tokens a step, L layers, T tokens in all, and optim.reference's (arXiv 2603.28743, "
+        "where it is MuonH's).",
+        choices=("none", "hyperp"),
+    )
+    reference: RateReferenceConfig = field(default_factory=RateReferenceConfig)
     betas: list[float] = key([0.9, 0.95], "Adam's decay rates of the first and second moment.")
     eps: float = key(1e-8, "Adam's epsilon.", above=0, maximum=1)
     momentum: float = key(0.95, "Of muon, normuon and muonh: decay rate of the averaged gradient.", minimum=0, below=1)
@@ -186,6 +205,10 @@ class OptimConfig:
         if self.angle_cap is not None and not model.unit_rows:
             fix = "Set optim.angle_cap=null, or take model=ngpt with model.constraint=projection"
             yield "optim.angle_cap model.name", "the cap is for rows that each step brings back to length 1", fix
+        given = [name for name, value in vars(self.reference).items() if value is not None]
+        if self.lr_rule == "none" and given:
+            fix = "Set optim.lr_rule=hyperp, or leave optim.reference out"
+            yield f"optim.reference.{given[0]} optim.lr_rule", "no rule carries the rate", fix
         yield from self._without_effect()
         if self.groups.output is not None and model.tied_embeddings:
             problem = "the output embedding is the input embedding"

@@ -70,6 +70,8 @@ class LlamaLayout(Layout):
         assert isinstance(config, GPTConfig)
         if config.mlp != "gated":
             return f"model.mlp={config.mlp}: the MLP of {self.architecture} has a gate"
+        if config.logit_soft_cap is not None:
+            return f"model.logit_soft_cap={config.logit_soft_cap:g}: {self.architecture} has no cap of the logits"
         if config.qk_norm != self.qk_norm:
             a = "a" if self.qk_norm else "no"
             return f"model.qk_norm={str(config.qk_norm).lower()}: {self.architecture} has {a} norm of q and k"

@@ -165,6 +165,7 @@ def rotary_case(call: Call, draw: Draw, kernels: bool) -> Comparison:
 def cross_entropy_case(call: Call, draw: Draw, every_token: bool) -> Comparison:
     """Two chunks of tokens, or all with every_token: products in fp64 are slow on many GPUs."""
     d, V, z_loss, smoothing = call.shape[-1], call["vocabulary"], call["z_loss"], call["label_smoothing"]
+    cap = float(dict(call.options).get("soft_cap", 0.0))
     n_tokens = torch.Size(call.shape[:-1]).numel()
     n_tokens = n_tokens if every_token else min(HEAD_TOKENS, n_tokens)
     parts = min(n_tokens, max(8, n_tokens // PART))
@@ -179,16 +180,16 @@ def cross_entropy_case(call: Call, draw: Draw, every_token: bool) -> Comparison:
         return Inputs((h, targets), shared, (torch.ones((), device=draw.device),))
 
     def loss(h: Tensor, targets: Tensor, matrix: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
-        return cross_entropy.linear_cross_entropy(h, matrix, targets, scale, z_loss, smoothing)[:1]
+        return cross_entropy.linear_cross_entropy(h, matrix, targets, scale, z_loss, smoothing, cap)[:1]
 
     # Training needs the loss and gradients. Evaluation needs the losses of tokens, from a pass without gradients.
     def ours(h: Tensor, targets: Tensor, matrix: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
-        return *loss(h, targets, matrix, scale), cross_entropy.token_losses(h, matrix, targets, scale)
+        return *loss(h, targets, matrix, scale), cross_entropy.token_losses(h, matrix, targets, scale, cap)
 
     def exact(h: Tensor, targets: Tensor, matrix: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
-        total, *_ = cross_entropy.linear_cross_entropy.formula(h, matrix, targets, scale, z_loss, smoothing)
+        total, *_ = cross_entropy.linear_cross_entropy.formula(h, matrix, targets, scale, z_loss, smoothing, cap)
         with torch.no_grad():
-            logits = h @ matrix.t() if scale is None else h @ matrix.t() * scale
+            logits = cross_entropy.soft_capped(h @ matrix.t() if scale is None else h @ matrix.t() * scale, cap)
             losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORED)
         return total, losses.view(targets.shape)
 

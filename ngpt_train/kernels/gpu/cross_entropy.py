@@ -12,6 +12,14 @@ NUM_WARPS = 8
 
 
 @triton.jit
+def capped(z, soft_cap):
+    """c tanh(z / c), where tanh(x) is 2 sigmoid(2 x) - 1; without a cap z."""
+    if soft_cap is not None:
+        z = soft_cap * (2 * tl.sigmoid(2 * z / soft_cap) - 1)
+    return z
+
+
+@triton.jit
 def cross_entropy_kernel(
     logits_ptr,
     targets_ptr,
@@ -22,13 +30,14 @@ def cross_entropy_kernel(
     stride,
     z_loss,
     label_smoothing,
+    soft_cap,
     ignored: tl.constexpr,
     gradient: tl.constexpr,
     block: tl.constexpr,
 ):
     """One program per row. Columns from n_vocab to stride are padding, which the gradient overwrites with 0.
 
-    z_terms_ptr is None where z_loss is 0, smoothing_ptr where label_smoothing is 0."""
+    z_terms_ptr is None where z_loss is 0, smoothing_ptr where label_smoothing is 0, soft_cap where there is none."""
     row = tl.program_id(0).to(tl.int64)  # row * stride may exceed 2^31
     logits_ptr += row * stride
     target = tl.load(targets_ptr + row)
@@ -36,7 +45,7 @@ def cross_entropy_kernel(
     inside = (target >= 0) & (target < n_vocab)
     # Read before the first pass over the row, whose reductions synchronise all threads: no thread has overwritten a
     # logit yet.
-    target_logit = tl.load(logits_ptr + tl.where(inside, target, 0)).to(tl.float32)
+    target_logit = capped(tl.load(logits_ptr + tl.where(inside, target, 0)).to(tl.float32), soft_cap)
 
     largest = float("-inf")
     total = 0.0
@@ -44,7 +53,7 @@ def cross_entropy_kernel(
     for start in range(0, n_vocab, block):
         columns = start + tl.arange(0, block)
         # The mask is stride, a multiple of 16 for every n_vocab, so that loads stay wide.
-        z = tl.load(logits_ptr + columns, mask=columns < stride, other=0.0).to(tl.float32)
+        z = capped(tl.load(logits_ptr + columns, mask=columns < stride, other=0.0).to(tl.float32), soft_cap)
         if smoothing_ptr is not None:
             sum_z += tl.sum(tl.where(columns < n_vocab, z, 0.0), 0)
         z = tl.where(columns < n_vocab, z, float("-inf"))
@@ -65,12 +74,14 @@ def cross_entropy_kernel(
         factor = tl.where(inside, 1.0 + 2.0 * z_loss * lse, float("nan"))
         for start in range(0, n_vocab, block):
             columns = start + tl.arange(0, block)
-            z = tl.load(logits_ptr + columns, mask=columns < stride, other=0.0).to(tl.float32)
+            z = capped(tl.load(logits_ptr + columns, mask=columns < stride, other=0.0).to(tl.float32), soft_cap)
             if smoothing_ptr is not None:
                 label = label_smoothing / n_vocab + tl.where(columns == target, 1.0 - label_smoothing, 0.0)
             else:
                 label = tl.where(columns == target, 1.0, 0.0)
             dz = factor * tl.exp(z - lse) - label
+            if soft_cap is not None:
+                dz *= 1 - (z / soft_cap) * (z / soft_cap)
             dz = tl.where((columns < n_vocab) & counts, dz, 0.0)
             tl.store(logits_ptr + columns, dz.to(logits_ptr.dtype.element_ty), mask=columns < stride)
 
@@ -83,6 +94,7 @@ def cross_entropy_(
     smoothing: Tensor,
     z_loss: float,
     label_smoothing: float,
+    soft_cap: float,
     gradient: bool,
 ) -> None:
     """Writes the cross-entropies of logits `(N, V)` to losses `(N,)` fp32, z_loss * logsumexp^2 to z_terms and
@@ -104,6 +116,7 @@ def cross_entropy_(
         logits.stride(0),
         z_loss,
         label_smoothing,
+        soft_cap or None,
         ignored=IGNORED,
         gradient=gradient,
         block=min(BLOCK, triton.next_power_of_2(n_vocab)),

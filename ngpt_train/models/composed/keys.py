@@ -30,13 +30,13 @@ class ComposedConfig(PositionKeys, PowerNormConfig):
     norm: str = key(
         "rms",
         "rms: RMSNorm, which is T5's LayerNorm; layer: LayerNorm, also without its bias, its gain or both "
-        "(layer_plain); cogview: LN(x / max|x|); dyt: tanh(alpha x); pn, pn_v, batch: as of model=powernorm.",
+        "(layer_plain); cogview: LN(x / max|x|); dyt: tanh(alpha x); derf: erf(alpha x + s); pn, pn_v, batch: as of model=powernorm.",
         choices=(
             *("rms", "layer", "layer_no_bias", "layer_no_gain", "layer_plain"),
-            *("cogview", "dyt", "pn", "pn_v", "batch"),
+            *("cogview", "dyt", "derf", "pn", "pn_v", "batch"),
         ),
     )
-    dyt_alpha: float = key(0.5, "Initial value of DyT's alpha, which is learned.", above=0)
+    dyt_alpha: float = key(0.5, "Initial value of DyT's and Derf's alpha, which is learned.", above=0)
     norm_placement: str = key(
         "pre",
         "Of a sublayer f: pre is x + f(norm(x)); post norm(x + f(x)), without a norm at the end of the model; peri "
@@ -48,6 +48,16 @@ class ComposedConfig(PositionKeys, PowerNormConfig):
     )
     mlp_norm_placement: Union[str, None] = key(
         None, "As norm_placement, for the MLP alone; null is norm_placement.", choices=PLACEMENTS
+    )
+    separate_gains: bool = key(
+        False,
+        "The gain of the norm before a sublayer is one for each matrix that reads it: W_q, W_k, W_v, W_u and W_v of "
+        "the MLP (arXiv 2605.26895, second-hand: heterogeneous gains). With model.norm=rms.",
+    )
+    input_gain_decay: bool = key(
+        False,
+        "optim.weight_decay applies to gains that stand before a matrix too, not to gains after one (arXiv 2605.26895, "
+        "second-hand: input weight decay).",
     )
     ffn_norm: str = key(
         "none",
@@ -118,7 +128,10 @@ class ComposedConfig(PositionKeys, PowerNormConfig):
         yield from super().without_effect()
         if not (self.norm_over_batch or self.norm == "layer"):
             yield "norm", "group_scaling"
-        yield "norm", "norm_eps" if self.norm == "dyt" else "dyt_alpha"
+        yield "norm", "norm_eps" if self.norm in ("dyt", "derf") else "dyt_alpha"
+        without_gain = self.norm in ("layer_no_gain", "layer_plain") or self.norm_placement == "post"
+        if without_gain and self.ffn_norm == "none":
+            yield "norm", "input_gain_decay"
         if self.norm_placement not in (self.placement_of("attn"), self.placement_of("mlp")):
             yield "mlp_norm_placement", "norm_placement"  # attention has a placement of its own too
 
@@ -129,6 +142,15 @@ class ComposedConfig(PositionKeys, PowerNormConfig):
             yield "model.activation model.mlp", "a gated MLP has no such gate", fix
         if self.qk_norm and self.qkv_norm:
             yield "model.qk_norm model.qkv_norm", "both normalise q and k", "Set one of them to false"
+        if self.separate_gains and self.norm != "rms":
+            yield "model.separate_gains model.norm", "only RMSNorm's gain is separated", "Set model.norm=rms"
+        outside = {self.placement_of(sublayer) for sublayer in ("attn", "mlp")} - {"pre", "peri"}
+        if self.separate_gains and outside:
+            problem = f"with {min(outside)} there is no norm before the sublayer"
+            yield "model.separate_gains model.norm_placement", problem, "Set both placements to pre or peri"
+        if self.input_gain_decay and not config.optim.weight_decay:
+            fix = "Set optim.weight_decay above 0, or model.input_gain_decay=false"
+            yield "model.input_gain_decay optim.weight_decay", "nothing decays", fix
         for name in ("qk_norm", "qkv_norm"):
             if getattr(self, name) and self.norm_over_batch:
                 problem = "q, k and v are normalised per token, this norm takes statistics of the batch"
@@ -160,4 +182,4 @@ class ComposedConfig(PositionKeys, PowerNormConfig):
         )
 
     def not_in_weights(self) -> set[str]:
-        return super().not_in_weights() | {"dyt_alpha", "embedding_gradient", "deep_init"}
+        return super().not_in_weights() | {"dyt_alpha", "embedding_gradient", "deep_init", "input_gain_decay"}

@@ -6,6 +6,7 @@ normformer/model.py or powernorm/model.py; docs/architectures.md has the table.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from ngpt_train.models.composed.keys import ComposedConfig
+from ngpt_train.models.decoder import ParameterGroup
 from ngpt_train.models.layers.attention import NormedAttention
 from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.dropout import Dropout
+from ngpt_train.models.layers.linear import FusedLinear
 from ngpt_train.models.layers.mlp import MLPS
-from ngpt_train.models.layers.norms import CogViewNorm, DyT, LayerNorm, LearnedScale, Map, RMSNorm, residual
+from ngpt_train.models.layers.norms import CogViewNorm, Derf, DyT, LayerNorm, LearnedScale, Map, RMSNorm, residual
 from ngpt_train.models.layers.positions import add_positions
 from ngpt_train.models.layers.rope import Rope
 from ngpt_train.models.powernorm.model import NORMS as OVER_BATCH
@@ -46,6 +49,9 @@ class ComposedBlock(nn.Module):
             self.cross = attention_of(config, causal=False)
             self.res_scale_cross, self.layer_scale_cross = res_scale(config, "attn"), layer_scale(config)
             self.drop_cross = Dropout(config.residual_dropout)
+        if config.separate_gains:
+            for product in [module for module in self.modules() if type(module) is FusedLinear]:
+                product.add_gains()
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Mask, *more: Any) -> Output:
         """x `(B, T, d_model)`. more: with an encoder, its output `(B, S, d_model)` and the mask of cross-attention;
@@ -78,14 +84,15 @@ PER_TOKEN: dict[str, Callable[[int, float], nn.Module]] = {
     "layer_plain": partial(LayerNorm, gain=False, bias=False),
     "cogview": CogViewNorm,
 }
+WITHOUT_STATISTICS: dict[str, Callable[[int, float], nn.Module]] = {"dyt": DyT, "derf": Derf}
 
 
 def norm_of(config: ComposedConfig, size: int) -> nn.Module:
     """The norm of config.norm over the last dimension of x `(..., size)`. Only PowerNorm's four have layer-scale."""
     if config.norm_over_batch or (config.norm == "layer" and config.group_scaling):
         return OVER_BATCH[config.norm](size, config)
-    if config.norm == "dyt":
-        return DyT(size, config.dyt_alpha)
+    if config.norm in WITHOUT_STATISTICS:
+        return WITHOUT_STATISTICS[config.norm](size, config.dyt_alpha)
     return PER_TOKEN[config.norm](size, config.norm_eps)
 
 
@@ -94,7 +101,7 @@ def norms_of(config: ComposedConfig, sublayer: str) -> tuple[nn.Module, nn.Modul
     placement = config.placement_of(sublayer)
     before, after = placement in ("pre", "peri"), placement in ("post", "peri", "reordered")
     first, second = (norm_of(config, config.d_model) if there else nn.Identity() for there in (before, after))
-    return first, second
+    return RMSNorm(config.d_model, config.norm_eps, gain=False) if config.separate_gains else first, second
 
 
 def attention_of(config: ComposedConfig, causal: bool) -> NormedAttention:
@@ -120,6 +127,10 @@ def layer_scale(config: ComposedConfig) -> nn.Module:
     return nn.Identity() if config.layer_scale is None else LearnedScale(config.d_model, config.layer_scale)
 
 
+# Gains of norms whose output a matrix reads, and `model.separate_gains`; other gains follow a matrix.
+INPUT_GAINS = (*(f"norm_{place}.gain" for place in ("attn", "cross", "mlp", "ffn", "encoder", "final")), ".gains")
+
+
 class Composition(DecoderOverBatch):
     """Embedding, positions and initialisation of the composed decoder and encoder-decoder."""
 
@@ -131,6 +142,15 @@ class Composition(DecoderOverBatch):
         std, parts = super().init_std(path), path.split(".")
         in_block = parts[0] in ("layers", "encoder")
         return std / math.sqrt(int(parts[1]) + 1) if self.config.deep_init and in_block else std
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """With model.input_gain_decay a third group: the gains on what matrices read, which decay too."""
+        *matrices, vectors = super().parameter_groups()
+        if not self.config.input_gain_decay:
+            return [*matrices, vectors]
+        decayed = [name for name in vectors.names if name.endswith(INPUT_GAINS)]
+        others = [name for name in vectors.names if name not in decayed]
+        return [*matrices, replace(vectors, names=decayed, decay=True), replace(vectors, names=others)]
 
     def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
         h = super().embed(tokens, table)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Union
 
 from ngpt_train.config.keys import Conflict, key
 from ngpt_train.config.model_keys import ModelConfig
@@ -22,6 +22,9 @@ class GPTConfig(ModelConfig):
     name: str = key("gpt", "Architecture, chosen with model=NAME.")
     norm_eps: float = key(1e-6, "Added to the mean square in RMSNorm.", above=0)
     qk_norm: bool = key(False, "RMSNorm with gain over each head of q and k, before RoPE.")
+    logit_soft_cap: Union[float, None] = key(
+        None, "Logits z become c tanh(z / c) with this c, for example 30; null: no cap.", above=0, maximum=1000
+    )
     mlp: str = key(
         "gated",
         "gated: (x W_u * act(x W_v)) W_down, three matrices; plain: act(x W_u) W_down, two.",

@@ -50,13 +50,15 @@ class GPTBlock(nn.Module):
 class GPT(Decoder):
     """Logits = E_output RMSNorm(h), where h is the output of the last block."""
 
+    config: GPTConfig
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config, (GPTBlock(config) for _ in range(config.n_layers)))
         self.norm_final = RMSNorm(config.d_model, config.norm_eps)
 
     def head(self, h: Tensor) -> Head:
         """z = E_output RMSNorm(h): eq. 1, after the final norm of Table 1."""
-        return Head(self.norm_final(h), self.unembedding)
+        return Head(self.norm_final(h), self.unembedding, soft_cap=self.config.logit_soft_cap or 0.0)
 
 
 Model = GPT  # what build_model builds

@@ -17,6 +17,8 @@ from ngpt_train.models.layers.rope import Rope
 class GPTEncoderDecoder(EncoderDecoder):
     """Logits = E_output RMSNorm(h). The encoder ends with an RMSNorm too."""
 
+    config: GPTEncoderDecoderConfig
+
     def __init__(self, config: GPTEncoderDecoderConfig) -> None:
         encoder = (GPTBlock(config, causal=False) for _ in range(config.n_encoder_layers or config.n_layers))
         super().__init__(config, encoder, (GPTBlock(config, cross=True) for _ in range(config.n_layers)))
@@ -27,7 +29,7 @@ class GPTEncoderDecoder(EncoderDecoder):
         return self.norm_encoder(super().encode(h, rope, mask, valid))
 
     def head(self, h: Tensor) -> Head:
-        return Head(self.norm_final(h), self.unembedding)
+        return Head(self.norm_final(h), self.unembedding, soft_cap=self.config.logit_soft_cap or 0.0)
 
 
 Model = GPTEncoderDecoder  # what build_model builds

@@ -18,6 +18,8 @@ class FusedLinear(nn.Module):
     unit_rows: nGPT's parametrization: W is the stored matrix with each row divided by its length, so that gradients are
     tangent to the sphere.
 
+    With `add_gains` each matrix reads gain * x instead of x, with a gain `(d_model,)` of its own, `gain_wq` for `wq`.
+
     Matrix and bias are stored in fp32. At each use W is cast to the dtype of x, or read from the optimizer's bf16 copy.
     """
 
@@ -27,12 +29,18 @@ class FusedLinear(nn.Module):
         self.unit_rows = unit_rows
         self.matrix = nn.Parameter(torch.empty(sum(self.rows.values()), d_model))
         self.bias = nn.Parameter(torch.empty(sum(self.bias_rows().values()))) if bias else None
+        self.gains: nn.Parameter | None = None
         # The optimizer's bf16 copy of the matrix, set only during a training step (optim/row_adam.py).
         self.bf16_copy: Tensor | None = None
+
+    def add_gains(self) -> None:
+        self.gains = nn.Parameter(torch.ones(len(self.rows) * self.matrix.shape[1]))
 
     def reset_parameters(self) -> None:
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+        if self.gains is not None:
+            nn.init.ones_(self.gains)
 
     def bias_rows(self) -> dict[str, int]:
         """For each matrix, the name and length of its part of b."""
@@ -40,12 +48,20 @@ class FusedLinear(nn.Module):
 
     def parts(self) -> dict[str, dict[str, int]]:
         """For each parameter of this module, the names and numbers of rows of the weights that are stacked in it."""
-        return {"matrix": self.rows} if self.bias is None else {"matrix": self.rows, "bias": self.bias_rows()}
+        gains = {f"gain_{name}": self.matrix.shape[1] for name in self.rows}
+        parts = {"matrix": self.rows, "bias": self.bias_rows(), "gains": gains}
+        return {name: rows for name, rows in parts.items() if getattr(self, name) is not None}
 
     def weight(self, dtype: torch.dtype) -> Tensor:
-        """W `(rows, d_model)` in `dtype`: normalised, copied by the optimizer, or cast from the stored matrix."""
+        """W `(rows, d_model)` in `dtype`: normalised, copied by the optimizer, or cast from the stored matrix.
+
+        A gain is multiplied into the columns of its matrix, W (gain * x) = (W diag(gain)) x: activations stay one x.
+        """
         if self.unit_rows:
             return normalize(self.matrix).to(dtype)
+        if self.gains is not None:
+            parts, gains = self.matrix.split(list(self.rows.values())), self.gains.chunk(len(self.rows))
+            return torch.cat([part * gain for part, gain in zip(parts, gains, strict=True)]).to(dtype)
         if self.bf16_copy is not None and dtype == torch.bfloat16:
             return _CastByCopy.apply(self.matrix, self.bf16_copy)
         return self.matrix.to(dtype)
@@ -85,4 +101,5 @@ class _CastByCopy(torch.autograd.Function):
 
 def cast_linears(model: nn.Module) -> list[FusedLinear]:
     """Layers with a cast of the stored matrix, which a bf16 copy spares."""
-    return [module for module in model.modules() if isinstance(module, FusedLinear) and not module.unit_rows]
+    linears = [module for module in model.modules() if isinstance(module, FusedLinear)]
+    return [linear for linear in linears if not linear.unit_rows and linear.gains is None]

@@ -48,16 +48,17 @@ def residual(
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * gain over the last dimension."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, gain: bool = True) -> None:
         super().__init__()
-        self.eps = eps
-        self.gain = nn.Parameter(torch.ones(size))
+        self.size, self.eps = size, eps
+        self.gain = nn.Parameter(torch.ones(size)) if gain else None
 
     def reset_parameters(self) -> None:
-        nn.init.ones_(self.gain)
+        if self.gain is not None:
+            nn.init.ones_(self.gain)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.to(self.gain.dtype), self.gain.shape, self.gain, self.eps).to(x.dtype)
+        return F.rms_norm(at_least_fp32(x), (self.size,), self.gain, self.eps).to(x.dtype)
 
 
 class LayerNorm(nn.Module):
@@ -110,6 +111,21 @@ class DyT(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.gain * torch.tanh(self.alpha * x) + self.bias).to(x.dtype)
+
+
+class Derf(DyT):
+    """Dynamic erf: gain * erf(alpha x + shift) + bias, with alpha and shift `(1,)` (arXiv 2512.10938)."""
+
+    def __init__(self, size: int, init_alpha: float) -> None:
+        super().__init__(size, init_alpha)
+        self.shift = nn.Parameter(torch.zeros(1))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.zeros_(self.shift)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.gain * torch.erf(self.alpha * x + self.shift) + self.bias).to(x.dtype)
 
 
 class LearnedScale(nn.Module):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # The words that `init` and `scale` of a scale vector may be besides a number. auto: model.init_table's for the scale,
 # else the paper's.
-SCALE_WORDS = (AUTO, "1/L", "0.05*L_ref/L", "1/sqrt(d)", "sqrt(d)", "sqrt(d/d_ref)")
+SCALE_WORDS = (AUTO, "1/L", "0.05*L_ref/L", "0.05*sqrt(L_ref/L)", "1/sqrt(d)", "sqrt(d)", "sqrt(d/d_ref)")
 VECTORS = ("s_qk", "s_u", "s_v", "s_z", "alpha_attn", "alpha_mlp")
 UPDATES = ("lerp", "slerp", "riemannian")
 SOFTMAX_SCALES = ("sqrt(d_k)", "1/sqrt(d_k)", "d/sqrt(d_k)")
@@ -79,15 +79,31 @@ class ReferenceConfig(ReferenceSize):
     steps: Union[int, None] = key(None, "Its train.steps; null is this run's.", **COUNT)
 
 
-def nugpt_lr_factors(width: float, horizon: float) -> LrFactors:
-    """nuGPT's learning rates (arXiv 2604.27077, Table 1, as a third-party implementation has it), relative to optim.lr.
+# model.lr_rule -> exponents of the width in the rates of the blocks' matrices and of the output embedding, and of the
+# depth in the blocks'. "completep" and "depth_mup" are the paper's names of its ablations (4.4, 4.5 and Lemma 6.9);
+# their column of Table 1 is lost in our copy, so they are inferred from the text.
+EXPONENTS = {
+    "nugpt": (-3 / 4, -3 / 4, 0.0),
+    "completep": (-1.0, -1 / 2, 0.0),
+    "depth_mup": (-3 / 4, -3 / 4, -1 / 2),
+}
 
-    width: d_model relative to the reference's; horizon: train.steps relative to the reference's. Depth has no part in
-    them: it acts through the initial alpha.
+
+def nugpt_lr_factors(width: float, horizon: float, depth: float = 1.0, rule: str = "nugpt") -> LrFactors:
+    """nuGPT's learning rates (arXiv 2604.27077, section 3.1) or an ablation's of its paper, relative to optim.lr.
+
+    width: d_model relative to the reference's; horizon: train.steps and depth: n_layers relative to the reference's.
+    nuGPT's rates have no depth, which acts through the initial alpha alone. The half of the output embedding is no part
+    of the rule: it is the paper's tuned coefficient (7.4), for its model.
     """
+    of_hidden, of_output, of_depth = EXPONENTS[rule]
     every = horizon ** (-1 / 3)
-    hidden = every * width ** (-3 / 4)
-    return LrFactors(embedding=every * width ** (-1 / 2), hidden=hidden, output=0.5 * hidden, vector=every)
+    return LrFactors(
+        embedding=every * width ** (-1 / 2),
+        hidden=every * width**of_hidden * depth**of_depth,
+        output=0.5 * every * width**of_output,
+        vector=every,
+    )
 
 
 class ScaledConfig(ModelConfig):
@@ -107,6 +123,10 @@ class ScaledConfig(ModelConfig):
     def relative_depth(self) -> float:
         return self.n_layers / (self.reference.n_layers or self.n_layers)
 
+    @property
+    def reads_reference_depth(self) -> bool:
+        return bool({"0.05*L_ref/L", "0.05*sqrt(L_ref/L)"} & self.words())
+
     def scales(self) -> dict[str, ScaleVectorConfig]:
         return {name: x for name, x in vars(self).items() if isinstance(x, ScaleVectorConfig)}
 
@@ -117,7 +137,7 @@ class ScaledConfig(ModelConfig):
     def without_effect(self) -> Iterator[tuple[str, str]]:
         yield from super().without_effect()
         yield from ((f"{name}.kind", f"{name}.scale") for name, x in self.scales().items() if x.kind == "fixed")
-        if "0.05*L_ref/L" not in self.words():
+        if not self.reads_reference_depth:
             yield "alpha_mlp.init", "reference.n_layers"
 
     def conflicts(self, config: Config) -> Iterator[Conflict]:
@@ -175,8 +195,10 @@ class NGPTConfig(ScaledConfig):
         "none",
         "none: every parameter has optim.lr. nugpt: with m = d_model / model.reference.d_model, embeddings have "
         "optim.lr * m^-1/2, the matrices of the blocks m^-3/4, the output embedding half of that, scale vectors 1, and "
-        "all of them (train.steps / model.reference.steps)^-1/3 (arXiv 2604.27077; choose it with recipe=nugpt).",
-        choices=("none", "nugpt"),
+        "all of them (train.steps / model.reference.steps)^-1/3 (arXiv 2604.27077; choose it with recipe=nugpt). Its "
+        "paper's ablations: completep has m^-1 for the blocks and half of m^-1/2 for the output; depth_mup multiplies "
+        "the blocks' by (n_layers / model.reference.n_layers)^-1/2.",
+        choices=("none", *EXPONENTS),
     )
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     activation: str = key("silu", "Gate of the MLP; gelu is the exact one.", choices=("silu", "gelu"))
@@ -203,7 +225,12 @@ class NGPTConfig(ScaledConfig):
     def lr_factors(self, steps: int) -> LrFactors | None:
         if self.lr_rule == "none":
             return None
-        return nugpt_lr_factors(self.relative_width, steps / (self.reference.steps or steps))
+        horizon = steps / (self.reference.steps or steps)
+        return nugpt_lr_factors(self.relative_width, horizon, self.relative_depth, self.lr_rule)
+
+    @property
+    def reads_reference_depth(self) -> bool:
+        return self.lr_rule == "depth_mup" or super().reads_reference_depth
 
     @property
     def starts_on_sphere(self) -> bool:
@@ -225,6 +252,9 @@ class NGPTConfig(ScaledConfig):
 
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         yield from super().conflicts(config)
+        if self.lr_rule != "none" and config.optim.lr_rule != "none":
+            problem = "nuGPT's rates have no factor of depth, HyperP's have 1 / sqrt(L): the two contradict each other"
+            yield "model.lr_rule optim.lr_rule", problem, "Set one of them to none"
         if self.lr_rule != "none" and self.tied_embeddings:
             fix = "Set model.tied_embeddings=false, or model.lr_rule=none"
             yield "model.tied_embeddings model.lr_rule", "one matrix cannot have the rates of two", fix

@@ -118,6 +118,7 @@ def value_of(value: float | str, model: ScaledConfig) -> float:
     words = {
         "1/L": 1 / model.n_layers,
         "0.05*L_ref/L": 0.05 / model.relative_depth,
+        "0.05*sqrt(L_ref/L)": 0.05 / math.sqrt(model.relative_depth),
         "1/sqrt(d)": 1 / math.sqrt(model.d_model),
         "sqrt(d)": math.sqrt(model.d_model),
         "sqrt(d/d_ref)": math.sqrt(model.relative_width),
@@ -229,7 +230,9 @@ class Spherical(Decoder):
         parametrized, q = self.config.constraint == "parametrization", self.config.logit_preconditioning
         s_z = self.s_z()
         gradient_scale = None if q is None else preconditioned(s_z, q)
-        return Head(h, normalize(self.unembedding) if parametrized else self.unembedding, s_z, gradient_scale)
+        return Head(
+            h, normalize(self.unembedding) if parametrized else self.unembedding, s_z, gradient_scale=gradient_scale
+        )
 
     def init_std(self, path: str) -> float:
         """Before a projection the same for all matrices, else model.init.*."""

@@ -166,6 +166,7 @@ def test_biases_are_named() -> None:
     ("config", "auto", "named", "message"),
     [
         (small(mlp="plain"), "safetensors", "llama", "model.mlp=plain"),
+        (small(logit_soft_cap=30.0), "safetensors", "llama", "model.logit_soft_cap=30"),
         (small(qk_norm=True), "qwen3", "llama", "model.qk_norm=true"),
         (small(), "llama", "qwen3", "model.qk_norm=false"),
         (NGPTConfig(), "ngpt", "llama", "model.name=ngpt"),

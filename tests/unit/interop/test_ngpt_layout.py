@@ -39,7 +39,7 @@ GROUPED = Size(d_model=32, n_layers=2, n_heads=4, vocab_size=61, n_kv_heads=2, d
 WHOLE = replace(GROUPED, n_kv_heads=4)
 WORDS: Any = {
     "alpha_attn": ("vector", "0.05*L_ref/L", "1/L"),
-    "alpha_mlp": ("vector", "1/L", "sqrt(d)"),
+    "alpha_mlp": ("vector", "1/L", "0.05*sqrt(L_ref/L)"),
     "s_u": ("scalar", 1.0, "sqrt(d/d_ref)"),
     "s_z": ("vector", "sqrt(d/d_ref)", "1/sqrt(d)"),
 }

@@ -49,6 +49,7 @@ OTHERS = {
     "swiglu in fp16": call("swiglu", 3, 2, 12, dtype=torch.float16, scaled=True),
     "rotary of documents": call("rotary", 3, 2, 16, options=[2, 1, True, False], of_rows=True, scaled=False),
     "a loss in bf16": call("linear_cross_entropy", 2, 40, 8, dtype=torch.bfloat16, z_loss=0.0, **HEAD),
+    "a loss with a soft cap": call("linear_cross_entropy", 2, 40, 8, z_loss=1e-3, soft_cap=3.0, **HEAD),
     "cross-attention": call("attention", 2, 3, 2, 4, keys=[5, 2], scale=0.5, causal=False, mask=[2, 1, 1, 5]),
 }
 

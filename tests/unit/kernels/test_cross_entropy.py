@@ -124,6 +124,25 @@ def test_against_fp64(kernels, leading, d, n_vocab, dtype, scaled, z_loss, smoot
     check(h, matrix, targets, scale if scaled else None, z_loss, TOLERANCE[dtype], smoothing)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_soft_cap(kernels, dtype: torch.dtype) -> None:
+    """Loss, losses of tokens and gradients of the capped logits, as torch's own operations have them in fp64. Caught: a
+    slope that is forgotten, a target's logit without the cap, a cap before the scale."""
+    h, matrix, targets, scale = draw((23,), 64, 101, dtype)
+    loss, *_ = cross_entropy.linear_cross_entropy(h, matrix, targets, scale, 0.02, 0.1, 3.0)
+    found = loss, *torch.autograd.grad(loss, (h, matrix, scale))
+    leaves = in_fp64(h, matrix, scale)
+    z = 3 * torch.tanh(F.linear(leaves[0], leaves[2][:, None] * leaves[1]) / 3)  # type: ignore[index, arg-type]
+    options = {"ignore_index": IGNORED, "reduction": "none"}
+    losses = F.cross_entropy(z, targets, **options)
+    smoothed = F.cross_entropy(z, targets, label_smoothing=0.1, **options).sum()
+    smoothed = smoothed + 0.02 * z.logsumexp(-1).square()[targets != IGNORED].sum()
+    expected = smoothed, *torch.autograd.grad(smoothed, leaves)  # type: ignore[arg-type]
+    for one, other in zip(found, expected, strict=True):
+        assert error(one, other) <= TOLERANCE[dtype]
+    assert error(cross_entropy.token_losses(h, matrix, targets, scale, 3.0), losses) <= TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     """Catches fp32 arithmetic in an fp64 model, and a cast that takes bf16 for the only short dtype."""

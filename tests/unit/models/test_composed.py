@@ -3,6 +3,7 @@
 Each placement and norm by its equation: test_models.py.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from ngpt_train.models import Decoder, build_model, export_gradients, export_weights, load_weights
 from ngpt_train.models.composed.keys import ComposedConfig
 from ngpt_train.models.composed_encoder_decoder.keys import ComposedEncoderDecoderConfig
+from ngpt_train.models.layers.norms import Derf
 from ngpt_train.training import build_state, train_step
 from tests.properties.architectures import (
     ARCHITECTURES,
@@ -229,10 +231,58 @@ def test_first_values() -> None:
 def test_bf16_statistics_are_in_fp32() -> None:
     """Every norm of a bf16 activation is the fp32 one, rounded. Caught: a mean or a tanh in bf16."""
     x = (50 + torch.randn(4, 64, generator=torch.Generator().manual_seed(0))).bfloat16()
-    for norm in ("rms", "layer", "layer_no_bias", "layer_no_gain", "layer_plain", "cogview", "dyt"):
+    for norm in ("rms", "layer", "layer_no_bias", "layer_no_gain", "layer_plain", "cogview", "dyt", "derf"):
         made: Decoder = build_model(
             ComposedConfig(norm=norm, d_model=64, n_layers=1, psi_warmup_steps=0, group_scaling=0, vocab_size=61)
         )
         module: Any = made.norm_final
         assert module(x).dtype == torch.bfloat16
         assert torch.equal(module(x), module(x.float()).bfloat16()), norm
+
+
+def test_derf() -> None:
+    """Odd around -shift / alpha, within gain of bias, of slope gain alpha 2 / sqrt(pi) there, rising. Caught: tanh, the
+    shift inside the product, an erf of another scale."""
+    x = torch.linspace(-6, 6, 241, dtype=torch.float64)[:, None].requires_grad_()
+    norm = Derf(1, 0.5).double()
+    starts = [parameter.item() for parameter in norm.parameters()]
+    assert dict(zip(dict(norm.named_parameters()), starts, strict=True)) == {
+        "alpha": 0.5,
+        "gain": 1.0,
+        "bias": 0.0,
+        "shift": 0.0,
+    }
+    with torch.no_grad():
+        for name, value in {"gain": 1.5, "bias": 0.25, "shift": 0.5}.items():
+            getattr(norm, name).fill_(value)
+    y = norm(x)
+    slopes = torch.autograd.grad(y.sum(), x)[0]
+    centre = 100  # x = -1 = -shift / alpha
+    torch.testing.assert_close(y[centre + 1 : 201] - 0.25, -(y[:centre].flip(0) - 0.25), rtol=0, atol=1e-12)
+    assert ((y - 0.25).abs() <= 1.5).all()
+    assert slopes[centre].item() == pytest.approx(1.5 * 0.5 * 2 / math.sqrt(math.pi), rel=1e-12)
+    assert (slopes > 0).all()
+
+
+def test_gains_of_one_are_gpt() -> None:
+    """At the start, where all gains are 1. Caught: a norm that keeps its gain beside the separate ones."""
+    options = {"psi_warmup_steps": 0, "group_scaling": 0, "vocab_size": 61, "n_layers": 1, "d_model": 32}
+    shared, separate = (build_model(ComposedConfig(separate_gains=wanted, **options)) for wanted in (False, True))
+    tokens = torch.arange(12)[None]
+    torch.testing.assert_close(separate(tokens), shared(tokens), rtol=0, atol=1e-6)
+    gains = {name: len(x) for name, x in export_weights(separate).items() if x.ndim == 1}
+    names = [f"layers.0.gain_{matrix}" for matrix in ("wq", "wk", "wv", "w_u", "w_v")]
+    assert gains == dict.fromkeys([*names, "norm_final"], 32)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_input_gains_decay(separate: bool) -> None:
+    """Caught: a gain of q, of a norm after a sublayer, or a bias that decays; a matrix in the gains' group."""
+    keys = {"norm_placement": "peri", "qk_norm": True, "bias": True, "ffn_norm": "norm", "res_scale": "both"}
+    none = {"psi_warmup_steps": 0, "group_scaling": 0, "vocab_size": 61, "n_layers": 1, "input_gain_decay": True}
+    groups = build_model(ComposedConfig(separate_gains=separate, **keys, **none)).parameter_groups()
+    assert [group.decay for group in groups] == [True, True, False]
+    of_norms = [] if separate else ["layers.0.norm_attn.gain", "layers.0.norm_mlp.gain"]
+    of_products = ["layers.0.attention.wqkv.gains", "layers.0.mlp.w_uv.gains"] if separate else []
+    assert set(groups[1].names) == {*of_norms, *of_products, "layers.0.norm_ffn.gain", "norm_final.gain"}
+    assert "layers.0.attention.q_norm.gain" in groups[2].names

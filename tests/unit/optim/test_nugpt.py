@@ -1,11 +1,12 @@
-"""nuGPT's learning rates: arXiv 2604.27077, Table 1, as a third-party implementation states it."""
+"""nuGPT's learning rates (arXiv 2604.27077, section 3.1) and its paper's ablations; HyperP's rule (arXiv 2603.28743)."""
 
 import pytest
 
 from ngpt_train.config import load_config
 from ngpt_train.config.schema import Config
 from ngpt_train.models import build_model
-from ngpt_train.models.ngpt.keys import nugpt_lr_factors
+from ngpt_train.models.ngpt.keys import EXPONENTS, nugpt_lr_factors
+from ngpt_train.optim.lr_rules import hyperp
 from ngpt_train.optim.optimizer import build_optimizer, lr_factors
 from tests.reference.training import nugpt_rates
 
@@ -22,6 +23,40 @@ def test_at_the_reference_all_but_the_output_have_the_base_rate() -> None:
     assert nugpt_lr_factors(1.0, 1.0) == (1.0, 1.0, 0.5, 1.0)
     assert nugpt_lr_factors(16.0, 1.0) == (0.25, 0.125, 0.0625, 1.0)
     assert nugpt_lr_factors(1.0, 8.0) == pytest.approx((0.5, 0.5, 0.25, 0.5), rel=1e-15)
+
+
+def test_the_papers_ablations() -> None:
+    """Twice the depth and 16 times the width. Caught: a factor of depth in nuGPT's own rates, or a rule that differs at
+    the reference."""
+    assert nugpt_lr_factors(16.0, 1.0, 2.0) == nugpt_lr_factors(16.0, 1.0)
+    assert nugpt_lr_factors(16.0, 1.0, 2.0, "completep") == (0.25, 1 / 16, 0.5 / 4, 1.0)
+    assert nugpt_lr_factors(16.0, 1.0, 4.0, "depth_mup") == (0.25, 0.125 / 2, 0.0625, 1.0)
+    assert len({nugpt_lr_factors(1.0, 1.0, 1.0, rule) for rule in EXPONENTS}) == 1
+    model = ["model=ngpt", "recipe=nugpt", "model.n_layers=16", "model.lr_rule=depth_mup"]
+    config = load_config([*model, *(f"model.alpha_{x}.init=0.05*sqrt(L_ref/L)" for x in ("attn", "mlp"))])
+    assert config.model.lr_factors(300) == pytest.approx((1.0, 0.5, 0.5, 1.0))
+    config.model.vocab_size = 32
+    for block in build_model(config.model).blocks():
+        assert block.alpha_attn().unique().tolist() == pytest.approx([0.05 / 2])  # type: ignore[operator]
+
+
+def test_hyperp() -> None:
+    """Caught: an exponent of another size, a factor at the reference."""
+    assert hyperp(1.0, 1.0, 1.0) == 1.0
+    assert hyperp(1.0, 1.0, 2.0) == pytest.approx(0.801, abs=5e-4)
+    assert hyperp(1.0, 4.0, 1.0) == 0.5
+    assert hyperp(4.0, 1.0, 1.0) == 2.0
+
+
+@pytest.mark.parametrize("recipe", [["model=gpt"], ["model=ngpt"]])
+def test_hyperp_of_a_run(recipe: list[str]) -> None:
+    """Each parameter has the rule's rate. Caught: a missing size that counts as 1, tokens without the steps."""
+    size = ["scale=debug", "model.n_layers=8", "train.steps=50", "train.batch_rows=8", "optim.lr_rule=hyperp"]
+    config = load_config([*recipe, *size, "optim.reference.n_layers=2", "optim.reference.tokens=12800"])
+    assert [*set(rates(config).values())] == pytest.approx([0.5 * 2**-0.32])
+    config = load_config([*recipe, *size, "optim.reference.batch_tokens=128"])
+    assert set(rates(config).values()) == {2.0}
+    assert set(rates(load_config([*recipe, *size])).values()) == {1.0}
 
 
 def rates(config: Config) -> dict[str, float]:

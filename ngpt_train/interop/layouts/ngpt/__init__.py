@@ -33,7 +33,8 @@ RENAMED = {
 SAME = ["rope_base", "rope_layout", "alpha_sign", "qk_norm", "softmax_scale", "update_attn", "update_mlp", "norm_eps"]
 SAME += ["constraint"]
 SCALES = ("alpha_attn", "alpha_mlp", "s_qk", "s_u", "s_v", "s_z")
-REFERENCE = {"d_model": "sqrt(d/d_ref)", "n_layers": "0.05*L_ref/L"}  # key of model.reference: its word in a scale
+# Key of model.reference: how its words in a scale name it.
+REFERENCE = {"d_model": "d_ref", "n_layers": "L_ref"}
 # The modeling file's names, in a block and outside of blocks.
 PLACES = {name: f"attention.{name}.weight" for name in ("wq", "wk", "wv", "wo")}
 PLACES |= {name: f"mlp.{name}.weight" for name in ("w_u", "w_v", "w_down")}
@@ -71,7 +72,11 @@ class NGPTLayout(Layout):
             **{name: getattr(config, name) for name in SAME},
             **scales,
             # Other keys of model.reference act on learning rates alone, which are no part of the model.
-            "reference": {name: getattr(config.reference, name) for name, word in REFERENCE.items() if word in words},
+            "reference": {
+                name: getattr(config.reference, name)
+                for name, size in REFERENCE.items()
+                if any(size in str(word) for word in words)
+            },
         }
 
     def to_foreign(self, weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:

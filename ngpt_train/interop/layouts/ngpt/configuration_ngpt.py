@@ -112,6 +112,7 @@ class NGPTConfig(PreTrainedConfig):
         words = {
             "1/L": 1 / L,
             "0.05*L_ref/L": 0.05 / (L / (self.reference["n_layers"] or L)),
+            "0.05*sqrt(L_ref/L)": 0.05 / math.sqrt(L / (self.reference["n_layers"] or L)),
             "1/sqrt(d)": 1 / math.sqrt(d),
             "sqrt(d)": math.sqrt(d),
             "sqrt(d/d_ref)": math.sqrt(d / (self.reference["d_model"] or d)),
