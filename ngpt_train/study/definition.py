@@ -60,6 +60,7 @@ class Study:
     metric: str = "loss"  # or bits_per_byte
     confidence: float = 0.95
     max_points: int = 9  # values of a key at most, for an arm and budget
+    refine: bool = True  # also rates of the factor's root, around the best one
     options: tuple[str, ...] = ()  # --config-dir DIR, --plugin DIR: of the study and of its runs
     command: str = ""  # the command that started the study
 
@@ -150,9 +151,18 @@ def read_study(
         metric=config.metric,
         confidence=config.confidence,
         max_points=config.max_points,
+        refine=_as_begun(Path(config.root).expanduser() / name) if config.refine is None else config.refine,
         options=tuple(options),
         command=command_of(verb, [*arguments, *options]),
     )
+
+
+def _as_begun(path: Path) -> bool:
+    """Whether the study in `path` refines its rates: a new one does. `points.check_stored` reports a damaged file."""
+    try:
+        return not (path / FILE).exists() or read_stored(path).refine
+    except DataError:
+        return True
 
 
 def _row(content: Any, groups: Mapping[str, Sequence[str]], place: str) -> tuple[str, ...]:
@@ -218,6 +228,7 @@ def read_stored(directory: Path) -> Study:
             metric=str(tree["metric"]),
             confidence=float(tree["confidence"]),
             max_points=int(tree["max_points"]),
+            refine=bool(tree.get("refine", False)),  # older studies kept to the factor
             options=tuple(map(str, tree["options"])),
             command=str(tree["command"]),
         )

@@ -264,8 +264,8 @@ def check_stored(study: Study, runs: Runs) -> None:
         return  # the first runs could not begin, with a wrong data.path for example
     lines = [*_changed(stored, study), *_changed_arms(stored, study, runs)]
     if lines:
-        fix = "A study that has begun takes more arms, budgets and seeds, and a larger study.max_points. For anything "
-        fix += "else choose another study.name: it shares the runs that stay the same."
+        fix = "A study that has begun takes more arms, budgets and seeds, a larger study.max_points, and "
+        fix += "study.refine=true. For anything else choose another study.name: it shares the runs that stay the same."
         raise mismatch(f"study.name={study.name}: {study.path} holds another study", lines, fix)
 
 
@@ -274,6 +274,7 @@ def _changed(stored: Study, study: Study) -> list[str]:
     old, new = tree_of(stored), tree_of(study)
     names = [name for name in ("baseline", "metric", "confidence", "tune") if old[name] != new[name]]
     names += ["max_points"] if study.max_points < stored.max_points else []
+    names += ["refine"] if study.refine < stored.refine else []
     lines = [f"study.{name}: {show(old[name])} -> {show(new[name])}" for name in names]
     if missing := [budget for budget in stored.budgets if budget not in study.budgets]:
         lines.append(f"study.budgets: {show(list(stored.budgets))} -> {show(list(study.budgets))}, without {missing}")

@@ -165,8 +165,8 @@ def _expected_lr(budget: int, smaller: Mapping[int, Trials]) -> float | None:
 
 
 def _next_of_budget(study: Study, lattice: Lattice, trials: Trials, sigma: float) -> list[tuple[Values, int]]:
-    """The missing points around the best point: neighbours in lr, its other seeds, worse points on both sides, other
-    values of the further keys. A better point among them is the best of the next round."""
+    """The missing points around the best point: neighbours in lr, rates between them, its other seeds, worse points on
+    both sides, other values of the further keys. A better point among them is the best of the next round."""
     first = study.seeds[0]
     best = best_values(trials)
     room = study.max_points * len(study.tune) - len(trials)
@@ -180,6 +180,8 @@ def _next_of_budget(study: Study, lattice: Lattice, trials: Trials, sigma: float
     neighbours = [lr for lr in lattice.neighbours(dict(best)[LR]) if lr not in line.values][:room_in_line]
     if neighbours:
         return [(_with(best, LR, lr), first) for lr in neighbours]
+    if study.refine and (finer := [lr for lr in lattice.between(line) if lr not in line.values][:room_in_line]):
+        return [(_with(best, LR, lr), first) for lr in finer]
     if absent := [seed for seed in study.seeds if seed not in trials[best]]:
         return [(best, seed) for seed in absent]
     below, above = line.worse(sigma)
@@ -215,6 +217,17 @@ class Lattice:
 
     def neighbours(self, lr: float) -> list[float]:
         return [rate for rate in (self.below(lr), self.above(lr)) if rate is not None]
+
+    def between(self, line: Line) -> list[float]:
+        """The rates to try between those of the factor, once the best has worse ones on both sides: of the lattice of
+        the factor's root the one nearest to the parabola's vertex, which may be the best itself, or both neighbours of
+        the best if there is no parabola."""
+        below, above = line.worse(0.0)
+        if not below or not above:
+            return []
+        finer = Lattice(self.start, math.sqrt(self._factor))
+        vertex = _vertex(line, max(below), min(above), 0.0)
+        return finer.neighbours(line.best) if vertex is None else [finer.nearest(vertex[0])]
 
     def _power(self, lr: float) -> float:
         return math.log(lr / self.start) / math.log(self._factor)

@@ -94,6 +94,11 @@ class StudyConfig(VerbKeys):
     max_points: int = key(
         9, "Most values of a key that an arm tries at a budget. 1: no tuning.", minimum=1, maximum=1000
     )
+    refine: Union[bool, None] = key(
+        None,
+        "Also try the rates of the factor's root around the best one: where the parabola through the losses has its "
+        "vertex, else on both sides. null: as the study began; true for a new one.",
+    )
     seeds: list[int] = key([0, 1, 2], "run.seed of the runs, the same for all arms.", **SEED)
     metric: str = key(
         "loss",

@@ -2,5 +2,9 @@
 
 MEASURED, OWN = "measured in turn", "own"  # clocks
 BY_OWN_CLOCKS = "by the runs' own clocks"
-POOLED = "The noise between seeds is pooled over budgets: it is taken to be alike at all of them."
+OWN_NOISE = "The noise between seeds is each budget's own; other budgets count as far as they look alike."
+NO_FORM = (
+    "the baseline's losses are no power law with a floor: the ratio comes from lines between its budgets, its interval "
+    "has their error, and beyond the budgets nothing is said"
+)
 BROUGHT = "each arm has what its architecture or its recipe brings"

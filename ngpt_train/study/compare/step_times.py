@@ -21,7 +21,7 @@ from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json
 from ngpt_train.core.recorded import ABOVE_0, LIST, TABLE, TEXT, checked
 from ngpt_train.study.compare.equal_loss import Ratio
-from ngpt_train.study.compare.intervals import t_quantile
+from ngpt_train.study.compare.noise import t_quantile
 from ngpt_train.study.compare.phrases import MEASURED, OWN
 from ngpt_train.study.compare.runs import Run
 

@@ -11,10 +11,13 @@ import numpy as np
 
 from ngpt_train.config.validate import show
 from ngpt_train.study.compare.arms import values_of
-from ngpt_train.study.compare.intervals import Further, Pair
+from ngpt_train.study.compare.noise import Further, Pair
+from ngpt_train.study.compare.prices import NO_PRICE, Divergence, divergence, price_of_grids
 from ngpt_train.study.compare.runs import Rows, Run
 from ngpt_train.study.definition import LR
 from ngpt_train.study.tuning import Tuning, Values, best_values, tunings
+
+DIVERGED = "diverged"  # the beginning of a reason
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Arm:
     trials: list[Trial]
     tunings: dict[tuple[int, str], Tuning] = field(default_factory=dict)
     best: dict[int, Values] = field(default_factory=dict)  # best[budget]; a budget without a loss is missing
+    prices: dict[int, tuple[float, float]] = field(default_factory=dict)  # of the grid, by budget
+    divergences: dict[int, Divergence] = field(default_factory=dict)  # by budget, where there is one
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -73,7 +78,7 @@ def unfinished(run: Run) -> str | None:
 def failure(run: Run) -> str | None:
     """The reason of a failure, after which the run will never have a loss; None if it has not failed."""
     if run.end is not None and run.end["code"] == 4:
-        return f"diverged at step {run.end['step']}: {run.end['reason']}"
+        return f"{DIVERGED} at step {run.end['step']}: {run.end['reason']}"
     if run.end is not None and run.end["reason"].startswith("DeviceMemoryError"):
         return f"out of memory: {run.end['reason']}"
     if run.is_annealed and run.evals[-1].get("loss") is None:
@@ -100,13 +105,18 @@ def read_arm(
     table: dict[int, dict[Values, dict[int, float]]] = {}
     for trial in arm.trials:
         of_seed = table.setdefault(trial.budget, {}).setdefault(trial.values, {})
-        of_seed[trial.seed] = math.inf if trial.loss is None else trial.loss
+        failed = math.inf if trial.reason.startswith(DIVERGED) else math.nan
+        of_seed[trial.seed] = failed if trial.loss is None else trial.loss
     # The values of other keys were listed by hand. Their best only has to lie inside the list.
     listed = [key for key in tuned if key != LR]
     arm.tunings = tunings(table, listed=listed, confidence=confidence, complete=True)
     for budget, found in table.items():
         if (best := best_values(found, complete=True)) is not None:
             arm.best[budget] = best
+            of_budget = {key: tuning for (at, key), tuning in arm.tunings.items() if at == budget}
+            arm.prices[budget] = price_of_grids(found, of_budget, best, listed)
+            if diverged := divergence(found, best, confidence):
+                arm.divergences[budget] = diverged
             lower = best_values(found)
             if lower is not None and lower != best:
                 arm.notes.append(_fewer_seeds(name, budget, lower, len(found[lower]), len(found[best])))
@@ -138,10 +148,20 @@ def pair_of(arm: Arm, baseline: Arm, metric: str) -> tuple[Pair | None, list[str
     if rows is None:
         notes.append(f"{names}: without the noise of validation rows, because {why}")
     of_rows = (None, None) if rows is None else rows.reshape(*losses.shape, -1)
+    prices, unstable = (np.array([[of(x, b) for x in (baseline, arm)] for b in budgets]) for of in (_grid, _divergence))
     first = None if rows is None else next(trial for trial in trials if trial is not None)
     further, why = _further(baseline, budgets, first, metric)
     notes += [f"{baseline.name}: {why}"] if why else []
-    return Pair(np.array(budgets, float), losses[0], losses[1], of_rows[0], of_rows[1], further), notes
+    pair = Pair(np.array(budgets, float), losses[0], losses[1], of_rows[0], of_rows[1], further, prices, unstable)
+    return pair, notes
+
+
+def _grid(arm: Arm, budget: int) -> tuple[float, float]:
+    return arm.prices.get(budget, NO_PRICE)
+
+
+def _divergence(arm: Arm, budget: int) -> tuple[float, float]:
+    return arm.divergences[budget].price if budget in arm.divergences else NO_PRICE
 
 
 def _further(baseline: Arm, shared: Sequence[int], first: Trial | None, metric: str) -> tuple[Further | None, str]:
@@ -162,12 +182,13 @@ def _further(baseline: Arm, shared: Sequence[int], first: Trial | None, metric: 
     width = max(map(len, runs))
     trials = [trial for of_budget in runs for trial in [*of_budget, *[None] * (width - len(of_budget))]]
     losses = _losses(trials).reshape(len(runs), width)
+    prices = np.array([_grid(baseline, budget) for budget in others])
     if first is None:
-        return Further(np.array(others, float), losses), said
+        return Further(np.array(others, float), losses, None, prices), said
     rows, why = _rows([first, *trials], metric)
     if rows is None:
         return None, f"its further budgets are not part of the fit, because {why}"
-    return Further(np.array(others, float), losses, rows[1:].reshape(*losses.shape, -1)), said
+    return Further(np.array(others, float), losses, rows[1:].reshape(*losses.shape, -1), prices), said
 
 
 def _numbered(trials: Mapping[int, Trial]) -> dict[int, Trial]:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from ngpt_train.study.compare.equal_loss import Ratio, annealed_ratio, log_ratio, trend_of, within_schedule
-from ngpt_train.study.compare.intervals import Difference, Noise, Pair, detectable, difference_at, needed
-from ngpt_train.study.compare.phrases import BY_OWN_CLOCKS, MEASURED, OWN, POOLED
+from ngpt_train.study.compare.intervals import Difference, detectable, difference_at, needed
+from ngpt_train.study.compare.noise import Noise, Pair
+from ngpt_train.study.compare.phrases import BY_OWN_CLOCKS, MEASURED, OWN, OWN_NOISE
 from ngpt_train.study.compare.runs import Run
 from ngpt_train.study.compare.step_times import Cost, Times, costs_between, in_units
 from ngpt_train.study.compare.trials import Arm, pair_of
@@ -38,7 +39,7 @@ def versus(
         return result | {"verdict": verdict(arm.state(None), baseline.state(None), None)}
     noise = Noise(pair)
     if len(pair.budgets) > 1 and noise.difference_df:
-        notes += [POOLED, *_noise_by_budget(pair, arm.name, baseline.name)]
+        notes += [OWN_NOISE, *_noise_by_budget(pair, arm.name, baseline.name)]
     found = [difference_at(pair, noise, at, confidence) for at in range(len(pair.budgets))]
     annealed = [annealed_ratio(pair, noise, at, confidence) for at in range(len(pair.budgets))]
     of_schedule = _within_schedule(arm, baseline, metric, confidence)

@@ -185,6 +185,19 @@ def test_a_study_that_has_begun_may_only_grow(tmp_path: Path, begun: Study) -> N
     asked("eval.rows=32")  # its first runs could not begin
 
 
+def test_a_begun_study_keeps_its_grid_or_refines_it(tmp_path: Path, begun: Study) -> None:
+    """Caught: new runs in a study that was complete before rates were refined; refining that cannot be asked for, or
+    that is given up; a definition of an older version that is not read."""
+    path = begun.path / "study.yaml"
+    refused = study_of(tmp_path, "study.refine=false")
+    with pytest.raises(ConfigError, match=re.escape("study.refine: true -> false")):
+        check_stored(refused, Runs(refused))
+    path.write_text(path.read_text().replace("refine: true\n", ""))
+    assert [study.refine for study in (begun, read_stored(begun.path), study_of(tmp_path))] == [True, False, False]
+    for asked in (study_of(tmp_path), study_of(tmp_path, "study.refine=true")):
+        check_stored(asked, Runs(asked))
+
+
 def test_a_definition_that_was_edited_by_hand(begun: Study) -> None:
     """Caught: an edit of study.yaml that nobody notices, or that ends with a traceback; a study that cannot begin
     because its first write of study.yaml was cut, as on a full disk."""

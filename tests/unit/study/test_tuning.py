@@ -55,6 +55,26 @@ def test_three_points_then_outwards_then_seeds() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("at", "tried"),
+    [(0.2, []), (0.3, [(0.00141421, 0)]), (-0.3, [(0.000707107, 0)]), (None, [(0.000707107, 0), (0.00141421, 0)])],
+)
+def test_rates_are_refined_by_the_root_of_the_factor(at: float | None, tried: list[tuple[float, int]]) -> None:
+    """Caught: a rate that cannot be better and is tried; seeds for a rate before its better neighbour is known; rates
+    that a study with the root as its factor does not share; refining that cannot be switched off."""
+
+    def loss(point: Point) -> float | None:
+        return bowl(at or 0.0)(point) if at is not None or octaves(point) < 0.9 else None  # diverges: no parabola
+
+    results, rounds = search(study(), loss)
+    assert [point for points in rounds[1:-1] for point in lrs(points)] == tried
+    best = [lr for lr, seed in lrs(list(results)) if seed == 2]
+    assert best == ([tried[0][0]] if at and tried else [START])
+    of_root = replace(study(), tune={LR: 1.41421356})
+    assert {lr for lr, _ in tried} <= {lr for lr, _ in lrs(list(search(of_root, loss)[0]))}
+    assert len(search(replace(study(), refine=False), loss)[0]) == 5
+
+
 def test_worse_by_less_than_the_noise_is_not_worse() -> None:
     """Caught: a bracket of points that are worse by luck alone."""
     noise = {0: 0.0, 1: 0.1, 2: -0.1}  # a standard deviation of 0.1, which all values share
@@ -108,7 +128,7 @@ def test_runs_that_fail() -> None:
     lowered where a lower one needs no less memory."""
     results, _ = search(study(), lambda point: None if octaves(point) > 0 else 3 - 0.02 * octaves(point))
     found = tunings(trials(results))[1000, LR]
-    assert (found.state, found.best, found.low, found.high) == ("bracketed", START, START / 2, START * 2)
+    assert (found.state, found.best, found.low, found.high) == ("bracketed", START, 0.000707107, 0.00141421)
     results, _ = search(study(), lambda point: None if octaves(point) == 1 and point.seed else bowl(1)(point))
     assert tunings(trials(results))[1000, LR].best != 0.002
     results, _ = search(study(), lambda point: None if octaves(point) > -3.5 else bowl(-5)(point))

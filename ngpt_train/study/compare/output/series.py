@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ngpt_train.study.compare.equal_loss import EndLosses
+from ngpt_train.study.compare.end_losses import EndLosses
 from ngpt_train.study.compare.output.wording import UNITS, Report
 from ngpt_train.study.compare.phrases import MEASURED
 

@@ -32,7 +32,7 @@ from ngpt_train.study.compare.output.wording import (
     values_in_arms,
     values_text,
 )
-from ngpt_train.study.compare.phrases import BY_OWN_CLOCKS, POOLED
+from ngpt_train.study.compare.phrases import BY_OWN_CLOCKS, OWN_NOISE
 
 # Kinds of columns. In ARM the name of an arm gets its mark and stamps; only CODE cells are code.
 ARM, NUMBER, CODE, TEXT, VERDICT = "arm", "number", "code", "text", "verdict"
@@ -107,8 +107,8 @@ def verdicts(report: Report) -> Table:
     note += f"In brackets: {percent(report['confidence'])} intervals, which lack the price of the grid (Tuning)."
     if any(s["clock"] == "own" for s in report["speedups"]):
         note += " Seconds by the runs' own clocks are marked in Speed-up."
-    if POOLED in report["notes"]:
-        note += f" {POOLED}"
+    if OWN_NOISE in report["notes"]:
+        note += f" {OWN_NOISE}"
     if any(d["n_seeds"] == 1 for d in report["differences"]):
         note += " Of an arm with one seed they are without the noise between seeds."
     if (n := len(report["arms"]) - 1) > 1:

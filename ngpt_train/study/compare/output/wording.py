@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ngpt_train.report.rounded import DASH, interval, number, percent, si
-from ngpt_train.study.compare.phrases import BROUGHT, POOLED
+from ngpt_train.study.compare.phrases import BROUGHT, OWN_NOISE
 
 Report = Mapping[str, Any]  # report.json
 
@@ -206,7 +206,7 @@ def notes(report: Report) -> list[str]:
     verdicts, noise = ([f"{arm} {word} {report['baseline']}" for arm in report["arms"]] for word in ("against", "less"))
     shown = [x for x in report["notes"] if x.startswith(tuple(verdicts)) and ", the largest budget of both, from " in x]
     shown += [x for x in report["notes"] if x.startswith(tuple(f"{start}, standard deviation" for start in noise))]
-    return [note for note in report["notes"] if note not in (*shown, POOLED)]
+    return [note for note in report["notes"] if note not in (*shown, OWN_NOISE)]
 
 
 def looked_at(report: Report) -> list[str]:

@@ -1,0 +1,197 @@
+"""The baseline's end loss over its budget, from runs that each end their own schedule.
+
+A power law with a floor, monotone, and a line in log x for c -> 0,
+
+    loss(x) = a - b (1 - exp(-c u)) / c,   u = log(x / x_0),   b >= 0,
+
+is refused where the losses say that it is none: they lie off it, or fall faster and faster (c < 0). Then straight lines
+in log x lead from budget to budget, and nothing is said beyond the last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from scipy.optimize import minimize_scalar
+from scipy.special import fdtrc
+
+from ngpt_train.study.compare.noise import Noise, Pair
+from ngpt_train.study.compare.phrases import NO_FORM
+
+BEYOND = 2.0  # factor beyond the baseline's budgets up to which the fit is extrapolated
+BENDS = (-1.5, 3.0)  # limits of c
+
+
+@dataclass(frozen=True)
+class EndLosses:
+    """The fit of the baseline's end loss over its K >= 2 budgets."""
+
+    tokens: np.ndarray  # (K,) ascending
+    losses: np.ndarray  # (K,) nats
+    counts: np.ndarray  # (K,) runs behind each loss
+    beyond: float = BEYOND  # factor up to which it is followed
+
+    @cached_property
+    def u(self) -> np.ndarray:
+        return self._log(self.tokens)
+
+    def _log(self, tokens: np.ndarray) -> np.ndarray:
+        return np.asarray(np.log(tokens)) - float(np.mean(np.log(self.tokens)))
+
+    @cached_property
+    def bend(self) -> float:
+        """c; 0 for two budgets."""
+        if not self.may_bend:
+            return 0.0
+        grid = np.linspace(*BENDS, 31)
+        best = int(np.argmin([self._misfit(c) for c in grid]))
+        around = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
+        found = minimize_scalar(self._misfit, bounds=around, method="bounded", options={"xatol": 1e-9})
+        return float(found.x)
+
+    def _misfit(self, c: float) -> float:
+        design, weight = self._design(c), np.sqrt(self.counts)
+        solution = np.linalg.lstsq(weight[:, None] * design, weight * self.losses, rcond=None)[0]
+        return float(np.sum(self.counts * (self.losses - design @ solution) ** 2))
+
+    def _design(self, c: float) -> np.ndarray:
+        return np.stack([np.ones_like(self.u), -bent(self.u, c)], axis=1)
+
+    @cached_property
+    def coefficients(self) -> np.ndarray:
+        """(a, b); b is 0 if the losses do not fall."""
+        weight = np.sqrt(self.counts)
+        a, b = np.linalg.lstsq(weight[:, None] * self._design(self.bend), weight * self.losses, rcond=None)[0]
+        return np.array([a, b]) if b > 0 else np.array([np.average(self.losses, weights=self.counts), 0.0])
+
+    @property
+    def note(self) -> str | None:
+        return None if self.may_bend else "the fit is a line through two budgets, and the interval lacks its error"
+
+    @property
+    def may_bend(self) -> bool:
+        return len(self.tokens) > 2
+
+    @property
+    def residuals(self) -> np.ndarray:
+        return np.asarray(self.losses - self.at(self.tokens))
+
+    def is_off(self, variances: np.ndarray, df: float, confidence: float) -> bool:
+        """True if the losses lie off the fit by more than the noise between seeds, by an F test. False for three
+        budgets, which the three coefficients fit exactly.
+
+        variances: (K,) of a run, with `df` degrees of freedom together; 0 or NaN: unknown."""
+        more = len(self.tokens) - 3
+        if more < 1 or df < 1 or not (variances > 0).all():
+            return False
+        misfit = np.sum(self.counts * self.residuals**2 / variances) / more
+        return bool(fdtrc(more, df, misfit) < 1 - confidence)
+
+    def curvature(self) -> np.ndarray:
+        """(K,) weights of the losses in the square's coefficient of a parabola over u; below 0 if it bends down."""
+        design, weight = np.stack([np.ones_like(self.u), self.u, self.u**2], axis=1), np.sqrt(self.counts)
+        return np.asarray(np.linalg.pinv(weight[:, None] * design)[2] * weight)
+
+    @property
+    def falls(self) -> bool:
+        return bool(self.coefficients[1] > 0)
+
+    def at(self, tokens: np.ndarray) -> np.ndarray:
+        """The fitted loss."""
+        a, b = self.coefficients
+        return np.asarray(a - b * bent(self._log(tokens), self.bend))
+
+    def error(self, tokens: np.ndarray) -> np.ndarray:
+        """(n,) zeros: the error of this form is not known."""
+        return np.zeros(len(tokens))
+
+    def weights(self, tokens: np.ndarray) -> np.ndarray:
+        """(n, K) derivatives of the fitted loss at n tokens by `losses`."""
+        return np.asarray(self._slopes(self._log(tokens)) @ self._response)
+
+    @cached_property
+    def _response(self) -> np.ndarray:
+        """(3, K) derivatives of the coefficients by the losses."""
+        here = self._slopes(self.u)
+        return np.asarray(np.linalg.pinv(here.T @ (self.counts[:, None] * here)) @ (here.T * self.counts))
+
+    def _slopes(self, u: np.ndarray) -> np.ndarray:
+        """Derivatives of the fit by a, b and, if it is free, c."""
+        b, c, small = self.coefficients[1], self.bend, 1e-5
+        columns = [np.ones_like(u), -bent(u, c)]
+        if self.may_bend and BENDS[0] + 1e-6 < c < BENDS[1] - 1e-6:
+            columns.append(-b * (bent(u, c + small) - bent(u, c - small)) / (2 * small))
+        return np.stack(columns, axis=1)
+
+
+def bent(u: np.ndarray, c: float) -> np.ndarray:
+    """(1 - exp(-c u)) / c; u for c = 0."""
+    return u if abs(c) < 1e-7 else -np.expm1(-c * u) / c
+
+
+@dataclass(frozen=True)
+class Between:
+    """Lines in log tokens from each budget of the baseline to the next, K >= 3."""
+
+    tokens: np.ndarray  # (K,) ascending
+    losses: np.ndarray  # (K,) nats
+    beyond: float = 1.0
+    may_bend: bool = False
+    note: str = NO_FORM
+
+    @property
+    def falls(self) -> bool:
+        return bool(self.losses[-1] < self.losses[0])
+
+    def at(self, tokens: np.ndarray) -> np.ndarray:
+        """(n,) losses in the middle of what the form may be."""
+        low, high = self._form(tokens)
+        return np.asarray((low + high) / 2)
+
+    def error(self, tokens: np.ndarray) -> np.ndarray:
+        """(n,) how far the loss may lie off `at`, by its form."""
+        low, high = self._form(tokens)
+        return np.asarray((high - low) / 2)
+
+    def weights(self, tokens: np.ndarray) -> np.ndarray:
+        """(n, K) shares of the losses in the line."""
+        x = np.log(tokens)
+        return np.stack([np.interp(x, np.log(self.tokens), row) for row in np.eye(len(self.tokens))], axis=1)
+
+    def _form(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The lowest and highest loss of a falling curve through the losses. One that bends one way lies between the
+        line and the prolonged lines of both neighbours."""
+        knots, x = np.log(self.tokens), np.log(tokens)
+        slopes = np.diff(self.losses) / np.diff(knots)  # (K - 1,)
+        k = np.clip(np.searchsorted(knots, x, side="right") - 1, 0, len(slopes) - 1)
+        line = self.losses[k] + slopes[k] * (x - knots[k])
+        before = np.where(k > 0, (slopes[k - 1] - slopes[k]) * (x - knots[k]), 0.0)  # above the line
+        after = (slopes[np.minimum(k + 1, len(slopes) - 1)] - slopes[k]) * (x - knots[k + 1])
+        others = np.stack([before, after])  # (2, n)
+        nearest = [np.where(side * others > 0, side * others, np.inf).min(axis=0) for side in (-1, 1)]
+        low, high = line - np.nan_to_num(nearest[0], posinf=0.0), line + np.nan_to_num(nearest[1], posinf=0.0)
+        ends = np.sort(np.stack([self.losses[k], self.losses[k + 1]]), axis=0)
+        return np.clip(low, *ends), np.clip(high, *ends)
+
+
+def end_losses(pair: Pair, noise: Noise, confidence: float) -> tuple[EndLosses | Between, np.ndarray]:
+    """The curve through the baseline's paired runs and its further budgets; and the place of each budget on it,
+    `(K + M,)`, further ones last. noise: `Noise(pair)`."""
+    losses = np.nanmean(np.where(np.isnan(pair.difference), np.nan, pair.baseline), axis=1)
+    budgets = pair.budgets
+    if (more := pair.further) is not None:
+        losses = np.concatenate([losses, np.nanmean(more.losses, axis=1)])
+        budgets = np.concatenate([budgets, more.budgets])
+    order = np.argsort(budgets)
+    place, curve = np.argsort(order), EndLosses(budgets[order], losses[order], noise.n_seeds[order])
+    if not curve.may_bend:
+        return curve, place
+    u = np.zeros((1, len(order), 2))
+    u[0, :, 0] = curve.curvature()[place]
+    falls_faster = float(u[0, :, 0] @ losses) + noise.spread(u).half_width(confidence)[0] < 0
+    variances = (noise.seeds[0, 0] * noise.factors)[order]
+    if falls_faster or curve.is_off(variances, noise.baseline_df, confidence):
+        return Between(curve.tokens, curve.losses), place
+    return curve, place
