@@ -143,9 +143,9 @@ class Composition(DecoderOverBatch):
         in_block = parts[0] in ("layers", "encoder")
         return std / math.sqrt(int(parts[1]) + 1) if self.config.deep_init and in_block else std
 
-    def parameter_groups(self) -> list[ParameterGroup]:
-        """With model.input_gain_decay a third group: the gains on what matrices read, which decay too."""
-        *matrices, vectors = super().parameter_groups()
+    def parameter_groups(self, by_kind: bool = False) -> list[ParameterGroup]:
+        """With model.input_gain_decay one more group: the gains on what matrices read, which decay too."""
+        *matrices, vectors = super().parameter_groups(by_kind)
         if not self.config.input_gain_decay:
             return [*matrices, vectors]
         decayed = [name for name in vectors.names if name.endswith(INPUT_GAINS)]
