@@ -229,10 +229,8 @@ class Spherical(Decoder):
         """z = E_output h and z <- z s_z: eq. 1 and 3."""
         parametrized, q = self.config.constraint == "parametrization", self.config.logit_preconditioning
         s_z = self.s_z()
-        gradient_scale = None if q is None else preconditioned(s_z, q)
-        return Head(
-            h, normalize(self.unembedding) if parametrized else self.unembedding, s_z, gradient_scale=gradient_scale
-        )
+        matrix = normalize(self.unembedding) if parametrized else self.unembedding
+        return Head(h, matrix, s_z, gradient_scale=None if q is None else preconditioned(s_z, q))
 
     def init_std(self, path: str) -> float:
         """Before a projection the same for all matrices, else model.init.*."""
