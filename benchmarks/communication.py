@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,6 +38,12 @@ _CALLS = {
     "c10d::_allgather_base_": (ALL_GATHER, 0),
     "c10d::_reduce_scatter_base_": (REDUCE_SCATTER, 1),
 }
+# Of DTensor, as matrix optimizers gather and add up. The result is the whole tensor.
+_OF_DTENSOR = {
+    "_c10d_functional::all_reduce": ALL_REDUCE,
+    "_c10d_functional::all_gather_into_tensor": ALL_GATHER,
+}
+_SILENT = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
 MICRO_BATCHES = (1, 4)
 
 
@@ -65,7 +72,12 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor first, whose collectives then come here
-        if "c10d" in function.namespace:
+        if function._schema.name in _OF_DTENSOR:
+            result = function(*args, **(kwargs or {}))
+            kind, group = _OF_DTENSOR[function._schema.name], _resolve_process_group(args[-1])
+            self.found.append(Collective(kind, group.size(), result.nbytes))
+            return result
+        if "c10d" in function.namespace and function._schema.name not in _SILENT:
             name = function._schema.name
             assert name in _CALLS, f"a collective that is not counted: {name}"
             kind, whole = _CALLS[name]

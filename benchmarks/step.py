@@ -1,4 +1,5 @@
 """Times the optimizer steps of GPT and of the config's model (or nGPT), in turn in one process, on random tokens.
+With a matrix optimizer, such as optim.name=muon, these are the config's model with AdamW and with that optimizer.
 
     python -m benchmarks.step [GROUP=OPTION ...] [KEY=VALUE ...] [--out FILE]
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import Entry, elapsed, interleaved, main, peak_memory_gb, utilization
-from ngpt_train.config import load_config
+from ngpt_train.config import Config, load_config
 from ngpt_train.study.random_steps import steps_of, tokens_of, with_vocabulary
 from ngpt_train.training import TrainState, build_state
 from ngpt_train.training.step import dropout_seeds
@@ -25,17 +26,14 @@ WARM_UP = 3
 
 
 def bench(overrides: Sequence[str]) -> Iterator[Entry]:
-    """An entry for each model. Both have the same batch and context; the ratio is to GPT's time."""
-    other = load_config(overrides, world_size=1).model.name
-    others = [override for override in overrides if not override.startswith("model=")]
-    states = {}
-    for name in ("gpt", other if other != "gpt" else "ngpt"):
-        states[name] = build_state(with_vocabulary(load_config([*others, f"model={name}"], world_size=1)))
+    """An entry for each of two configs. Both have the same batch and context; the ratio is to the first one's time."""
+    states = {name: build_state(with_vocabulary(config)) for name, config in configs(overrides).items()}
+    first = next(iter(states))
     runs = {name: steps_of(state) for name, state in states.items()}
     for run in runs.values():
         for _ in range(WARM_UP):
             run()
-    for entry in interleaved(runs, "gpt", ROUNDS, "tokens", elapsed(states["gpt"].world.device)):
+    for entry in interleaved(runs, first, ROUNDS, "tokens", elapsed(states[first].world.device)):
         state = states[entry.name]
         device = state.world.device
         assert entry.rate is not None
@@ -45,6 +43,17 @@ def bench(overrides: Sequence[str]) -> Iterator[Entry]:
             "memory_gb": peak_memory_gb(runs[entry.name], device),
         }
         yield replace(entry, more=more)
+
+
+def configs(overrides: Sequence[str]) -> dict[str, Config]:
+    """The two, by a name."""
+    config = load_config(overrides, world_size=1)
+    if config.optim.matrix_step is not None:
+        of_adam = replace(config, optim=replace(config.optim, name="adamw"))
+        return {f"{config.model.name} adamw": of_adam, f"{config.model.name} {config.optim.name}": config}
+    others = [override for override in overrides if not override.startswith("model=")]
+    names = ("gpt", config.model.name if config.model.name != "gpt" else "ngpt")
+    return {name: load_config([*others, f"model={name}"], world_size=1) for name in names}
 
 
 def saved_activations(state: TrainState) -> int:

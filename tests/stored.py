@@ -7,7 +7,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-KINDS = ("exp_avg", "exp_avg_sq", "step", "ema", "statistics")  # the first word of a name; else it is a weight's
+KINDS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "mean_square", "step", "ema", "statistics")
+# The first word of a name; else it is a weight's.
 
 
 def stored_tensors(checkpoint: Path) -> dict[str, dict[str, Tensor]]:

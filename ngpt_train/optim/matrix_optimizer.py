@@ -70,7 +70,9 @@ class MatrixOptimizer(torch.optim.Adam):
         super().__init__(groups, lr=0.0, betas=(beta1, beta2), eps=config.eps, fused=True, decoupled_weight_decay=True)
         assert config.matrix_step is not None
         self.direction, self.keeps_norm = config.matrix_step
-        self.momentum, self.nesterov, self.adjust_lr = config.momentum, config.nesterov, config.adjust_lr
+        # Null where they have no part in the step.
+        self.momentum, self.nesterov = config.momentum or 0.0, config.nesterov
+        self.adjust_lr = config.adjust_lr or "original"
         self.matrices, self.dtype = dict(matrices), dtype
 
     def _init_group(self, group: dict[str, Any], *found: list[Tensor]) -> bool:

@@ -107,7 +107,7 @@ def ball_factors(products: Tensor, lr: float) -> Tensor:
     """
     w_w, w_u, u_u = products.unbind(-1)
     R, length = w_w.sqrt(), u_u.sqrt()
-    eta = torch.where(u_u > 0, lr, 0.0)
-    cosine = w_u / (R * length).clamp(min=torch.finfo(torch.float64).tiny)
+    eta, tiny = lr * (u_u > 0).double(), torch.finfo(torch.float64).tiny
+    cosine = w_u / (R * length).clamp(min=tiny)
     keep = (1 - 2 * eta * cosine + eta.square()).rsqrt()  # R / |W - eta R Norm(u)|
-    return torch.stack([keep, torch.where(u_u > 0, keep * eta * R / length, 0.0)], dim=-1)
+    return torch.stack([keep, keep * eta * R / length.clamp(min=tiny)], dim=-1)

@@ -29,6 +29,8 @@ UNEVEN = replace(SMALL, d_mlp=35)  # on three ranks, a shard of w_uv holds rows 
 def built(name: str, parallel: str) -> TrainState:
     options = ["optim.ema_decay=0.8", *(["model.bias=true"] if name == "normformer" else [])]
     options += ["parallel.shard=2"] if parallel == "hsdp" else []
+    name, _, optimizer = name.partition(" with ")
+    options += [f"optim.name={optimizer}"] if optimizer else []
     config = run_config(
         name, UNEVEN, RECIPE, rows=ROWS, context=CONTEXT, micro_rows=1, parallel=parallel, options=options
     )
@@ -59,7 +61,8 @@ def whole(state: TrainState) -> dict[str, dict[str, Tensor]]:
     for (name, parameter), (_, parts) in zip(named.items(), named_weights(state.model), strict=True):
         for kind, value in {"ema": state.ema.weights[name], **state.optimizer.state[parameter]}.items():
             full = value.full_tensor() if isinstance(value, DTensor) else value
-            rows = full.detach().split(list(parts.values())) if full.ndim else [full] * len(parts)
+            cut = full.ndim and len(parts) > 1
+            rows = full.detach().split(list(parts.values())) if cut else [full.detach()] * len(parts)
             found.setdefault(kind, {}).update({canonical(part): x.clone() for part, x in zip(parts, rows, strict=True)})
     return found
 
@@ -97,8 +100,16 @@ def kept_and_loaded(name: str, parallel: str, directory: str) -> dict[str, Any]:
     return report
 
 
-FAST = [("gpt", "single", 1), ("ngpt", "fsdp", 3), ("normformer", "ddp", 2)]
-SLOW = [("powernorm", "fsdp", 3), ("normformer", "hsdp", 4), ("gpt_encoder_decoder", "fsdp", 3)]
+FAST = [("gpt", "single", 1), ("ngpt", "fsdp", 3), ("normformer", "ddp", 2), ("gpt with normuon", "fsdp", 3)]
+SLOW = [
+    ("ngpt with muonh", "ddp", 2),
+    ("gpt with adamh", "hsdp", 4),
+    ("powernorm", "fsdp", 3),
+    ("normformer", "hsdp", 4),
+    ("gpt_encoder_decoder", "fsdp", 3),
+]
+
+MORE = {"gpt with normuon": ["momentum_buffer", "mean_square"], "ngpt with muonh": ["momentum_buffer"]}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +122,7 @@ def test_names_and_shapes(name: str, parallel: str, ranks: int, tmp_path: Path) 
     assert all(report["sharded"] == (parallel in ("fsdp", "hsdp")) for report in reports)
     expected = reports[0]["whole"]
     stored = stored_tensors(tmp_path / "canonical/step_00000003")
-    assert stored.keys() - {"statistics"} == {"model", "exp_avg", "exp_avg_sq", "step", "ema"}
+    assert stored.keys() - {"statistics"} == {"model", "exp_avg", "exp_avg_sq", "step", "ema", *MORE.get(name, [])}
     for kind, tensors in expected.items():
         assert stored[kind].keys() == tensors.keys()
         assert all(torch.equal(stored[kind][key], x) for key, x in tensors.items()), kind

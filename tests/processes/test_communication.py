@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks.communication import Collectives
+from ngpt_train.models.layers.linear import FusedLinear
 from ngpt_train.optim.row_adam import RowAdam, local_rows
 from ngpt_train.training import TrainState, build_state, train_step
 from ngpt_train.training.step import update_weights_
@@ -77,8 +78,25 @@ def of_whole_steps(parallel: str, options: list[str], n_micro_batches: int) -> d
     }
 
 
+def of_a_matrix_step(name: str, parallel: str) -> dict[str, Any]:
+    """Collectives of the optimizer's step, and the bytes of the blocks' matrices, filled up."""
+    state = state_of("gpt", parallel, f"optim.name={name}")
+    for parameter in state.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    counter = Collectives()
+    with counter:
+        update_weights_(state, torch.tensor(1.0), torch.tensor(False), lr=0.5)
+    matrices = [parameter for block in state.model.blocks() for parameter in block.parameters() if parameter.ndim == 2]
+    shards = min(2, state.world.size)
+    bytes_of_matrices = sum(4 * -(-len(matrix) // shards) * shards * matrix.shape[1] for matrix in matrices)
+    named = sum(len(module.rows) for module in state.model.modules() if isinstance(module, FusedLinear))
+    calls = {x.kind: [x.ranks, x.calls, x.bytes] for x in counter.by_kind()}
+    return {"calls": calls, "stored": len(matrices), "bytes": bytes_of_matrices, "named": named}
+
+
 def of_all(parallel: str) -> dict[str, Any]:
     return {
+        "matrix steps": {name: of_a_matrix_step(name, parallel) for name in ("muon", "adamh", "muonh")},
         "update": {
             f"{name}, {kernels}": of_the_update(name, parallel, kernels)
             for name, kernels in (("ngpt", "torch"), ("ngpt", "triton"), ("ntransformer", "torch"))
@@ -101,7 +119,7 @@ def layout(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
         case: max((report["update"][case] for report in reports), key=lambda x: (x["collectives"], x["off_sphere"]))
         for case in reports[0]["update"]
     }
-    return request.param, {"update": worst, "steps": reports[0]["steps"]}
+    return request.param, {name: reports[0][name] for name in ("steps", "matrix steps")} | {"update": worst}
 
 
 def test_the_projection_costs_no_collective(layout: tuple[str, dict[str, Any]]) -> None:
@@ -111,6 +129,15 @@ def test_the_projection_costs_no_collective(layout: tuple[str, dict[str, Any]]) 
     for found in update.values():
         assert found["collectives"] == 0
         assert found["off_sphere"] < 1e-6, "nothing was projected"
+
+
+def test_what_matrix_optimizers_cost(layout: tuple[str, dict[str, Any]]) -> None:
+    """Nothing where every rank has whole matrices. Else Muon gathers each stored matrix once, and Hyperball adds up
+    three numbers of each named matrix. Caught: weights that are gathered too, a call for each norm."""
+    for name, found in layout[1]["matrix steps"].items():
+        gathers = {"all-gather": [2, found["stored"], found["bytes"]]} if name != "adamh" else {}
+        sums = {"all-reduce": [2, 1, 3 * 8 * found["named"]]} if name != "muon" else {}
+        assert found["calls"] == ({} if layout[0] == "ddp" else gathers | sums), name
 
 
 def test_what_a_step_costs(layout: tuple[str, dict[str, Any]]) -> None:

@@ -52,6 +52,10 @@ OPTIONS = {
     ],
 }
 RECIPES |= {f"{name} with dropout": RECIPES[name] for name in ("gpt", "ntransformer")}
+RECIPES["gpt with normuon"] = RECIPES["gpt"]
+RECIPES["gpt with muonh"] = dataclasses.replace(RECIPES["gpt"], weight_decay=0.0)
+RECIPES["ngpt with muon"] = RECIPES["ngpt"]
+RECIPES["ngpt with adamh"] = RECIPES["ngpt"]
 RECIPES["ngpt with nugpt"] = dataclasses.replace(RECIPES["ngpt"], lr=4e-3, eps=1e-16)
 RECIPES["ngpt with training_ngpt"] = dataclasses.replace(RECIPES["ngpt"], eps=1e-16, clip_norm=0.25)
 WITH = {
@@ -61,6 +65,7 @@ WITH = {
         "optim.label_smoothing=0.05",
     ],
     "training_ngpt": ["recipe=training_ngpt", "optim.gate_eps=1e-4", "optim.angle_cap=0.03"],
+    **{name: [f"optim.name={name}", "optim.groups.embedding=3e-2"] for name in ("muon", "normuon", "adamh", "muonh")},
     "nugpt": ["recipe=nugpt", *(f"model.reference.{key}={n}" for key, n in (("d_model", 8), ("steps", 100)))],
 }
 LAYOUTS = {  # ranks, parallel, micro batches per rank and step
@@ -82,6 +87,9 @@ FAST: dict[int, list[Cell]] = {  # by ranks; the other recipes and cells are in 
         ("ngpt with training_ngpt", "fsdp(2)", "none"),
         ("ntransformer with dropout", "fsdp(2)", "full"),
         ("composed_encoder_decoder", "fsdp(2)", "none"),
+        ("gpt with normuon", "fsdp(2)", "none"),
+        ("gpt with muonh", "ddp(2)", "none"),
+        ("ngpt with muon", "fsdp(2)", "none"),
         ("powernorm", "ddp(2)", "none"),
     ],
     4: [
@@ -91,6 +99,8 @@ FAST: dict[int, list[Cell]] = {  # by ranks; the other recipes and cells are in 
         ("ngpt", "hsdp(2x2)", "none"),
         ("ngpt with nugpt", "hsdp(2x2)", "none"),
         ("powernorm", "hsdp(2x2)", "full"),
+        ("gpt with muonh", "hsdp(2x2)", "none"),
+        ("ngpt with adamh", "fsdp(4)", "none"),
     ],
 }
 Report = dict[str, Any]

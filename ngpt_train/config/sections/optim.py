@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Union
 
 from ngpt_train.config.keys import AUTO, COUNT, COUNT_OR_0, Conflict, FloatOrAuto, IntOrAuto, Table, key
 from ngpt_train.config.sections.lr_table import OPTIMIZERS, found_for, look_up, problem_of
-from ngpt_train.config.validate import Origin, keep_later, mistake, show
+from ngpt_train.config.validate import Origin, keep_later, mistake
 
 if TYPE_CHECKING:
     from ngpt_train.config.model_keys import ModelConfig
@@ -28,6 +28,7 @@ MATRIX_STEPS = {
     "adamh": MatrixStep("adam", keeps_norm=True),
     "muonh": MatrixStep("muon", keeps_norm=True),
 }
+OF_MUON = {"momentum": 0.95, "nesterov": True, "adjust_lr": "original"}  # Keller Jordan's, and torch.optim.Muon's
 
 
 @dataclass
@@ -93,12 +94,16 @@ class OptimConfig:
     reference: RateReferenceConfig = field(default_factory=RateReferenceConfig)
     betas: list[float] = key([0.9, 0.95], "Adam's decay rates of the first and second moment.")
     eps: float = key(1e-8, "Adam's epsilon.", above=0, maximum=1)
-    momentum: float = key(0.95, "Of muon, normuon and muonh: decay rate of the averaged gradient.", minimum=0, below=1)
-    nesterov: bool = key(True, "Of muon, normuon and muonh: the average is taken one gradient further.")
-    adjust_lr: str = key(
-        "original",
-        "Of muon and normuon, the factor of a step on an out x in matrix: original is sqrt(max(1, out / in)), "
-        "match_rms_adamw 0.2 sqrt(max(out, in)), with which rates and decay are about AdamW's.",
+    momentum: Union[float, None] = key(
+        None, "Decay rate of the averaged gradient of muon, normuon and muonh; null is 0.95.", minimum=0, below=1
+    )
+    nesterov: Union[bool, None] = key(
+        None, "Of muon, normuon and muonh, whether the average is taken one gradient further; null is true."
+    )
+    adjust_lr: Union[str, None] = key(
+        None,
+        "Of muon and normuon, the factor of a step on an out x in matrix: original, which null is, has sqrt(max(1, out "
+        "/ in)), match_rms_adamw 0.2 sqrt(max(out, in)), with which rates and decay are about AdamW's.",
         choices=("original", "match_rms_adamw"),
     )
     gate_power: Union[float, None] = key(
@@ -155,7 +160,11 @@ class OptimConfig:
     )
 
     def resolve(self, config: Config) -> None:
-        """Looks up lr, and where it is from, if it is auto. Call when the batch is resolved. Raises ConfigError."""
+        """Looks up lr, and where it is from, if it is auto, and replaces null in the keys of Muon. Call when the batch
+        is resolved. Raises ConfigError."""
+        for name in self._of_muon():
+            if getattr(self, name) is None:
+                setattr(self, name, OF_MUON[name])
         if self.lr == AUTO:
             self.lr, self.lr_source = self.from_table(config)
 
@@ -209,24 +218,20 @@ class OptimConfig:
         if self.lr_rule == "none" and given:
             fix = "Set optim.lr_rule=hyperp, or leave optim.reference out"
             yield f"optim.reference.{given[0]} optim.lr_rule", "no rule carries the rate", fix
-        yield from self._without_effect()
+        for name in OF_MUON:
+            if name not in self._of_muon() and getattr(self, name) is not None:
+                key = f"optim.{name}"
+                yield f"{key} optim.name", f"{key} has no effect then", f"Leave it out, or set {key}=null"
         if self.groups.output is not None and model.tied_embeddings:
             problem = "the output embedding is the input embedding"
             yield "optim.groups.output model.tied_embeddings", problem, "Set optim.groups.embedding instead"
 
-    def _without_effect(self) -> Iterator[Conflict]:
-        """Keys of other optimizers."""
+    def _of_muon(self) -> tuple[str, ...]:
+        """The keys of OF_MUON with an effect: Hyperball sees no factor."""
         step = self.matrix_step
-        unused: list[str] = []
         if step is None or step.direction == "adam":
-            unused += ["momentum", "nesterov"]
-        if step is None or step.keeps_norm:
-            unused.append("adjust_lr")
-        for name in unused:
-            value, default = getattr(self, name), getattr(OptimConfig, name)
-            if value != default:
-                key, fix = f"optim.{name}", f"Leave it out, or set optim.{name}={show(default)}"
-                yield f"{key} optim.name", f"{key} has no effect then", fix
+            return ()
+        return ("momentum", "nesterov") if step.keeps_norm else tuple(OF_MUON)
 
 
 @dataclass

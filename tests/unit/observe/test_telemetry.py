@@ -107,6 +107,15 @@ def test_gradients_weights_and_updates(name: str) -> None:
     assert (record["step"], record["tokens"]) == (3, int(state.tokens))
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "adamh"])
+def test_angles_with_a_matrix_optimizer(optimizer: str) -> None:
+    """Of free rows too, whose directions the optimizer turns."""
+    state, witness, record = observed("gpt", 3, f"optim.name={optimizer}")
+    expected = reference.changes(witness.weights, export_weights(state.model), witness.gradients, True)
+    same(chosen(record, *CHANGES), expected, ROUNDING)
+    assert record["angle_mean/layers.0.wo"] > 0
+
+
 @pytest.mark.parametrize("name", ["gpt", "ngpt"])
 def test_gradients_are_those_of_autograd_in_fp64(name: str) -> None:
     """Of the whole step: the mean over the targets of both micro batches, before clipping."""

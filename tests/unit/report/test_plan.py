@@ -118,6 +118,18 @@ def test_memory_of_a_moving_average() -> None:
         assert sum(made.values()) == sum(without.values()) + made["weights"]
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_memory_of_matrix_optimizers(parallel: str) -> None:
+    """Muon has one moment of the blocks' matrices, AdamH two. Caught: bf16 copies, which only Adam's kernel writes."""
+    of_blocks, given = 24 * 16 * 1024**2, ["plan.world_size=8", f"parallel={parallel}"]
+    adam, muon, adamh = (memory(plan("model=ngpt", *given, f"optim.name={name}")) for name in ("adam", "muon", "adamh"))
+    assert muon["momentum"] == 4 * of_blocks // (8 if parallel == "fsdp" else 1)
+    assert muon["Adam's moments"] == adam["Adam's moments"] - 2 * muon["momentum"]
+    assert adamh["Adam's moments"] == adam["Adam's moments"]
+    assert "working copies" not in muon | adamh
+    assert muon.get("cast matrices", 0) >= (2 * of_blocks if parallel == "ddp" else 0)
+
+
 def test_fsdp_rows_that_do_not_divide() -> None:
     made = make_plan(
         load_config(
