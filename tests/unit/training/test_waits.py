@@ -76,6 +76,8 @@ def test_a_step_waits_for_nothing(name: str, kernels: str, z_loss: float) -> Non
     if z_loss:
         options += [f"model.{place}_dropout=0.1" for place in ("embedding", "residual", "attention")]
         options += ["optim.label_smoothing=0.1"]
+    if z_loss and name == "ngpt":
+        options += ["model.logit_preconditioning=0.5", "optim.gate_power=0.5", "optim.angle_cap=0.01"]
     config = run_config(
         name, TINY, RECIPE, rows=ROWS, context=T, micro_rows=ROWS // 2, parallel="single", options=options
     )
