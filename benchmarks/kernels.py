@@ -111,7 +111,7 @@ def plain_adam(
     weight: Tensor, gradient: Tensor, m1: Tensor, m2: Tensor, count: Tensor, *_: Tensor
 ) -> tuple[Tensor, ...]:
     """A step of torch's fused Adam and the projection; arguments as of the kernel's case."""
-    adam.in_few_passes_(False, weight, gradient, m1, m2, count, 1e-3, 0.9, 0.95, 1e-8, 0.0, True, None, None)
+    adam.in_few_passes_(False, weight, gradient, m1, m2, count, 1e-3, 0.9, 0.95, 1e-8, 0.0, "sphere", None, None)
     return weight, m1, m2
 
 

@@ -44,10 +44,7 @@ class AnGPTBlock(nn.Module):
 
 
 def step(h: Tensor, x: Tensor, alpha: Tensor) -> Tensor:
-    """nu(alpha) (h + alpha (x - h)): h, x `(..., d_model)`, alpha `(d_model,)` -> `(..., d_model)` in h's dtype.
-
-    Computed in at least fp32.
-    """
+    """nu(alpha) (h + alpha (x - h)): h, x `(..., d_model)`, alpha `(d_model,)` fp32 -> `(..., d_model)` in h's dtype."""
     wide = at_least_fp32(h)
     return cast(nu(alpha) * (wide + alpha * (x - wide)), h.dtype)
 

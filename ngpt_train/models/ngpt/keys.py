@@ -184,8 +184,7 @@ class NGPTConfig(ScaledConfig):
     starts = (*ModelConfig.starts, *(f"{vector}.{key}" for vector in VECTORS for key in ("init", "scale")))
 
     def measured_starts(self, scale: str) -> dict[str, Any]:
-        """Rows that start at length 1 are directions: standard deviations of another architecture's recipe say nothing
-        there."""
+        """Rows that start at length 1 are directions: standard deviations of another recipe say nothing there."""
         measured = super().measured_starts(scale)
         return {name: x for name, x in measured.items() if not (self.starts_on_sphere and name.startswith("init."))}
 
