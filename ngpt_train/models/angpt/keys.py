@@ -26,6 +26,10 @@ class AnGPTConfig(ScaledConfig):
 
     starts = tuple(f"{name}.{key}" for name in ("s_z", "alpha_attn", "alpha_mlp") for key in ("init", "scale"))
 
+    def kept_beyond_gpt(self) -> int:
+        """The MLP's output, and h in fp32; but no normalised input of W_q, W_k and W_v, which read h itself."""
+        return 2 * self.d_model
+
     def without_effect(self) -> Iterator[tuple[str, str]]:
         yield from super().without_effect()
         yield from (("name", f"init.{kind}") for kind in KINDS)
