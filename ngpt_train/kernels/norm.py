@@ -1,5 +1,4 @@
-"""Norm(x) = x / ||x||, nGPT's normalisation: without gain; a smallest length, or eps, keeps it finite. And what a step
-may leave of the rows of matrices."""
+"""Norm(x) = x / ||x|| without gain, kept finite by a smallest length or eps; and constraints of matrices' rows."""
 
 from typing import Literal
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from ngpt_train.config import load_config
 from ngpt_train.models import build_model
 from ngpt_train.models.angpt.model import nu, root_mean_square_of_silu, step
 from tests.properties.architectures import ARCHITECTURES, Size, config, jittered
@@ -22,6 +23,15 @@ def test_nu() -> None:
     for alpha in (0.01, 0.3, 0.5, 0.9, -0.2):
         lengths = step(h, x, torch.full((256,), alpha, dtype=torch.float64)).norm(dim=1)
         assert lengths.square().mean().item() == pytest.approx(1, abs=0.01)
+
+
+def test_the_recipe() -> None:
+    """Caught: decay, warm-up or another schedule from the recipe below it, nGPT's initial alpha."""
+    for scale in ("tiny", "125m"):
+        found = load_config(["model=angpt", f"scale={scale}", "optim.lr=1e-3"])
+        assert (found.optim.name, found.optim.weight_decay) == ("adam", 0)
+        assert (found.schedule.kind, found.schedule.warmup_steps) == ("cosine", 0)
+        assert found.model.alpha_attn.init == found.model.alpha_mlp.init == 0.01  # type: ignore[attr-defined]
 
 
 def test_the_printed_constant_of_silu() -> None:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ngpt_train.kernels import attention, dispatch
-from ngpt_train.kernels.norm import Constraint
 from ngpt_train.kernels.rotary import QKV, Rope
 from ngpt_train.kernels.sphere_step import HiddenState
 
@@ -103,13 +102,7 @@ DESCRIBE: dict[str, Describe] = {
 
 
 def of_adam(
-    rows: int,
-    d: int,
-    constraint: Constraint,
-    copies: bool,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
+    rows: int, d: int, constraint: str, copies: bool, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> Call:
     """The call of Adam's kernel on an fp32 matrix `(rows, d)`. copies: True if it writes a bf16 copy."""
     options = {"betas": list(betas), "eps": eps, "weight_decay": weight_decay}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ngpt_train.config.keys import key
-from ngpt_train.config.model_keys import KINDS, InitConfig
+from ngpt_train.config.model_keys import KINDS, InitConfig, ModelConfig
 from ngpt_train.models.ngpt.keys import AlphaConfig, ReferenceSize, ScaledConfig, ScaleVectorConfig
 
 
@@ -24,7 +24,14 @@ class AnGPTConfig(ScaledConfig):
     alpha_mlp: AlphaConfig = field(default_factory=lambda: AlphaConfig(init=0.01))
     reference: ReferenceSize = field(default_factory=ReferenceSize)
 
-    starts = tuple(f"{name}.{key}" for name in ("s_z", "alpha_attn", "alpha_mlp") for key in ("init", "scale"))
+    starts = (
+        *ModelConfig.starts,
+        *(f"{name}.{key}" for name in ("s_z", "alpha_attn", "alpha_mlp") for key in ("init", "scale")),
+    )
+
+    def kept_beyond_gpt(self) -> int:
+        """The MLP's output, and h in fp32; but no normalised input of W_q, W_k and W_v, which read h itself."""
+        return 2 * self.d_model
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
         yield from super().without_effect()

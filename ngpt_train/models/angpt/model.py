@@ -9,8 +9,6 @@ is ours stands in docs/architectures.md.
 
 import math
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngpt_train.kernels.norm import Constraint, at_least_fp32, cast
@@ -44,10 +42,7 @@ class AnGPTBlock(nn.Module):
 
 
 def step(h: Tensor, x: Tensor, alpha: Tensor) -> Tensor:
-    """nu(alpha) (h + alpha (x - h)): h, x `(..., d_model)`, alpha `(d_model,)` -> `(..., d_model)` in h's dtype.
-
-    Computed in at least fp32.
-    """
+    """nu(alpha) (h + alpha (x - h)) in h's shape and dtype: h, x `(..., d_model)`, alpha `(d_model,)` fp32."""
     wide = at_least_fp32(h)
     return cast(nu(alpha) * (wide + alpha * (x - wide)), h.dtype)
 
@@ -90,10 +85,11 @@ class AnGPTMLP(MLP):
 
 
 def root_mean_square_of_silu(deviation: float) -> float:
-    """sqrt(E SiLU(x)^2) for x from N(0, deviation^2)."""
-    z = torch.linspace(-12, 12, 2401, dtype=torch.float64, device="cpu")
-    density = (-z.square() / 2).exp()
-    return math.sqrt(float((F.silu(deviation * z).square() * density).sum() / density.sum()))
+    """sqrt(E SiLU(x)^2) for x from N(0, deviation^2), as a sum over a fine grid."""
+    grid = [n / 100 for n in range(-1200, 1201)]
+    density = [math.exp(-z * z / 2) for z in grid]
+    silu = [deviation * z * (1 + math.tanh(deviation * z / 2)) / 2 for z in grid]
+    return math.sqrt(sum(p * y * y for p, y in zip(density, silu, strict=True)) / sum(density))
 
 
 class AnGPT(Decoder):

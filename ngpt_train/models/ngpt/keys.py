@@ -109,10 +109,17 @@ def nugpt_lr_factors(width: float, horizon: float, depth: float = 1.0, rule: str
 class ScaledConfig(ModelConfig):
     """What nGPT and anGPT share: scale vectors, whose words are numbers of a size, and rows that never decay."""
 
-    s_z: ScaleVectorConfig
-    alpha_attn: AlphaConfig
-    alpha_mlp: AlphaConfig
     reference: ReferenceSize
+
+    @property
+    def starts_on_sphere(self) -> bool:
+        """Whether each row starts at length 1, so that standard deviations have no effect."""
+        return True
+
+    def measured_starts(self, scale: str) -> dict[str, Any]:
+        """Rows that start at length 1 are directions: standard deviations of another recipe say nothing there."""
+        measured = super().measured_starts(scale)
+        return {name: x for name, x in measured.items() if not (self.starts_on_sphere and name.startswith("init."))}
 
     @property
     def relative_width(self) -> float:
@@ -216,12 +223,6 @@ class NGPTConfig(ScaledConfig):
     def unit_rows(self) -> bool:
         return self.constraint == "projection"
 
-    def measured_starts(self, scale: str) -> dict[str, Any]:
-        """Rows that start at length 1 are directions: standard deviations of another architecture's recipe say nothing
-        there."""
-        measured = super().measured_starts(scale)
-        return {name: x for name, x in measured.items() if not (self.starts_on_sphere and name.startswith("init."))}
-
     def lr_factors(self, steps: int) -> LrFactors | None:
         if self.lr_rule == "none":
             return None
@@ -234,7 +235,6 @@ class NGPTConfig(ScaledConfig):
 
     @property
     def starts_on_sphere(self) -> bool:
-        """Whether each row starts at length 1, so that standard deviations have no effect."""
         return self.constraint in ("projection", "ball")
 
     def without_effect(self) -> Iterator[tuple[str, str]]:

@@ -36,8 +36,7 @@ def theirs(model: Any, folder: Path) -> Any:
 @pytest.mark.parametrize("name", ["angpt", "angpt tied", "angpt interleaved", "angpt of numbers"])
 def test_logits(name: str, tmp_path: Path) -> None:
     """Of 50 tokens, and of a text that transformers continues. Caught: a factor in the wrong layer, nu forgotten, pairs
-    of another
-    layout of RoPE, s_z left out, a norm that sees h."""
+    of another layout of RoPE, s_z left out, a norm that sees h."""
     if name == "angpt of numbers":
         numbers = angpt_with(alpha_attn=AlphaConfig("fixed", 0.3), s_z=ScaleVectorConfig("scalar", 8.0, 0.5))
         model = build_model(config(numbers, SIZE))

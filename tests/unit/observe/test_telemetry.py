@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ngpt_train.models import Decoder, build_model, export_weights, load_weights
+from ngpt_train.models.angpt.model import AnGPTAttention
 from ngpt_train.models.weights import export_gradients
 from ngpt_train.observe.telemetry.collector import Telemetry
 from ngpt_train.training import build_state, train_step
@@ -212,6 +213,9 @@ def sharpened(state: TrainState) -> None:
                 parameter[: 3 * len(parameter) // 4] *= 1 if ARCHITECTURES[state.config.model.name].on_sphere else 4
             elif name.endswith("s_qk.stored"):
                 parameter *= 2.5
+    for module in state.model.modules():
+        if isinstance(module, AnGPTAttention):  # whose q and k have length 1
+            module.softmax_scale *= 6
 
 
 def brute_force_scores(model: Decoder, micro_batch: MicroBatch, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:

@@ -20,7 +20,7 @@ from ngpt_train.models import Decoder
 from ngpt_train.report.counting import prepared
 from ngpt_train.report.memory import Layout, of_compiled_blocks
 
-MODELS = ["gpt", "ngpt", "powernorm", "normformer", "composed model.norm=pn", "ntransformer"]
+MODELS = ["gpt", "ngpt", "angpt", "powernorm", "normformer", "composed model.norm=pn", "ntransformer"]
 KINDS = ("none", "selective", "full")
 FAST = [("gpt", "selective"), ("powernorm", "none"), ("ngpt", "full")]
 ROWS = 4

@@ -23,6 +23,7 @@ ARCHITECTURES = [
     "gpt_encoder_decoder",
     "composed model.norm_placement=peri model.ffn_norm=norm model.norm=layer",
     "composed_encoder_decoder model.mlp=plain",
+    "angpt",
     "ngpt model.constraint=parametrization",
     "gpt model.attention_dropout=0.1 model.residual_dropout=0.1 model.embedding_dropout=0.1",
 ]
