@@ -30,7 +30,8 @@ class ComposedConfig(PositionKeys, PowerNormConfig):
     norm: str = key(
         "rms",
         "rms: RMSNorm, which is T5's LayerNorm; layer: LayerNorm, also without its bias, its gain or both "
-        "(layer_plain); cogview: LN(x / max|x|); dyt: tanh(alpha x); derf: erf(alpha x + s); pn, pn_v, batch: as of model=powernorm.",
+        "(layer_plain); cogview: LN(x / max|x|); dyt: tanh(alpha x); derf: erf(alpha x + s); pn, pn_v, batch: as "
+        "of model=powernorm.",
         choices=(
             *("rms", "layer", "layer_no_bias", "layer_no_gain", "layer_plain"),
             *("cogview", "dyt", "derf", "pn", "pn_v", "batch"),
