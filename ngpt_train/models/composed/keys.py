@@ -130,9 +130,10 @@ class ComposedConfig(PositionKeys, PowerNormConfig):
         if not (self.norm_over_batch or self.norm == "layer"):
             yield "norm", "group_scaling"
         yield "norm", "norm_eps" if self.norm in ("dyt", "derf") else "dyt_alpha"
-        without_gain = self.norm in ("layer_no_gain", "layer_plain") or self.norm_placement == "post"
-        if without_gain and self.ffn_norm == "none":
+        if self.norm in ("layer_no_gain", "layer_plain") and self.ffn_norm != "gain":
             yield "norm", "input_gain_decay"
+        elif {self.placement_of("attn"), self.placement_of("mlp")} == {"post"} and self.ffn_norm == "none":
+            yield "norm_placement", "input_gain_decay"
         if self.norm_placement not in (self.placement_of("attn"), self.placement_of("mlp")):
             yield "mlp_norm_placement", "norm_placement"  # attention has a placement of its own too
 
