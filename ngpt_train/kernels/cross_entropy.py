@@ -122,8 +122,9 @@ def token_losses(
     Arguments and dtype as of `linear_cross_entropy`. Its cross_entropy is the sum.
     """
     on_triton = runs_on_triton("linear_cross_entropy", h)
-    options = 0.0, False, False, False, 0.0, on_triton, soft_cap
-    losses, *_ = linear_cross_entropy_forward(h, matrix, targets, scale, *options)
+    losses, *_ = linear_cross_entropy_forward(
+        h, matrix, targets, scale, 0.0, False, False, False, 0.0, on_triton, soft_cap
+    )
     return losses.view(targets.shape)
 
 

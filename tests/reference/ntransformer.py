@@ -239,8 +239,9 @@ def baseline_forward(
         h = h + attention(w, x, x, in_decoder, positions=True)
         h = h + attention(_block(w, "cross."), rms_norm(h, w["norm_cross"]), memory, across, positions=False)
         h = h + mlp(w, rms_norm(h, w["norm_mlp"]))
-    z = rms_norm(h, weights["norm_final"]) @ weights.get("output", weights["embedding"]).T
-    return gpt.capped(z, logit_soft_cap)
+    return gpt.capped(
+        rms_norm(h, weights["norm_final"]) @ weights.get("output", weights["embedding"]).T, logit_soft_cap
+    )
 
 
 def _n_params(model: Any, matrices: int, vectors: int, of_cross: int, ends: int) -> int:
