@@ -25,8 +25,5 @@ def factor_of_rule(config: Config) -> float:
     reference, depth = config.optim.reference, config.model.n_layers
     batch = config.train.rows_per_step * config.model.context
     tokens = batch * config.train.steps
-    return hyperp(
-        batch / (reference.batch_tokens or batch),
-        depth / (reference.n_layers or depth),
-        tokens / (reference.tokens or tokens),
-    )
+    of_batch, of_depth = batch / (reference.batch_tokens or batch), depth / (reference.n_layers or depth)
+    return hyperp(of_batch, of_depth, tokens / (reference.tokens or tokens))

@@ -16,6 +16,8 @@ SAMPLE = [
     "ngpt_table4/s_z_init_sqrt_d",
     "ngpt_table5/s_qk_s_uv_fixed_s_z_scalar",
     "ngpt_table6/no_qk_norm",
+    "ngpt_appendix/a3_riemannian",
+    "normformer_text/normformer_125m_res_scale_both",
     "normformer_figure5/normformer_res_scale_125m",
     "normformer_table1/normformer_125m",
     "normformer_table2/gpt3_125m_high_lr",

@@ -226,7 +226,7 @@ VARIANTS = {
     "composed cogview": composed_with(**NORMFORMER | {"norm": "cogview", "mlp_norm_placement": "peri"}, norm_eps=1e-2),
     "composed cogview's gradient": composed_with(embedding_gradient=0.1, scaled_embedding=True, tied_embeddings=True),
     "composed dyt": composed_with(norm="dyt", ffn_norm="norm", qk_norm=True, positions="none"),
-    "composed derf": composed_with(norm="derf", norm_placement="peri", ffn_norm="norm", bias=True),
+    "composed derf": composed_with(norm="derf", ffn_norm="norm", qk_norm=True, bias=True),
     "composed separate gains": composed_with(separate_gains=True, norm_placement="peri", bias=True, qk_norm=True),
     "composed plain separate gains": composed_with(separate_gains=True, mlp="plain", activation="relu2"),
     "composed qkv norm": composed_with(norm="layer", qkv_norm=True, head_scale="after", positions="learned"),

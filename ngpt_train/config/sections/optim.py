@@ -54,9 +54,7 @@ class RateReferenceConfig:
 
     batch_tokens: Union[int, None] = key(None, "Its tokens a step; null is this run's.", **COUNT)
     n_layers: Union[int, None] = key(None, "Its n_layers; null is this run's.", **COUNT)
-    tokens: Union[int, None] = key(
-        None, "Its tokens in all; null is this run's.", minimum=1, maximum=1_000_000_000_000_000
-    )
+    tokens: Union[int, None] = key(None, "Its tokens in all; null is this run's.", minimum=1, maximum=10**15)
 
 
 @dataclass

@@ -30,7 +30,8 @@ class ComposedConfig(PositionKeys, PowerNormConfig):
     norm: str = key(
         "rms",
         "rms: RMSNorm, which is T5's LayerNorm; layer: LayerNorm, also without its bias, its gain or both "
-        "(layer_plain); cogview: LN(x / max|x|); dyt: tanh(alpha x); derf: erf(alpha x + s); pn, pn_v, batch: as of model=powernorm.",
+        "(layer_plain); cogview: LN(x / max|x|); dyt: tanh(alpha x); derf: erf(alpha x + s); pn, pn_v, batch: as "
+        "of model=powernorm.",
         choices=(
             *("rms", "layer", "layer_no_bias", "layer_no_gain", "layer_plain"),
             *("cogview", "dyt", "derf", "pn", "pn_v", "batch"),
@@ -129,9 +130,10 @@ class ComposedConfig(PositionKeys, PowerNormConfig):
         if not (self.norm_over_batch or self.norm == "layer"):
             yield "norm", "group_scaling"
         yield "norm", "norm_eps" if self.norm in ("dyt", "derf") else "dyt_alpha"
-        without_gain = self.norm in ("layer_no_gain", "layer_plain") or self.norm_placement == "post"
-        if without_gain and self.ffn_norm == "none":
+        if self.norm in ("layer_no_gain", "layer_plain") and self.ffn_norm != "gain":
             yield "norm", "input_gain_decay"
+        elif {self.placement_of("attn"), self.placement_of("mlp")} == {"post"} and self.ffn_norm == "none":
+            yield "norm_placement", "input_gain_decay"
         if self.norm_placement not in (self.placement_of("attn"), self.placement_of("mlp")):
             yield "mlp_norm_placement", "norm_placement"  # attention has a placement of its own too
 

@@ -83,17 +83,16 @@ PER_TOKEN: dict[str, Callable[[int, float], nn.Module]] = {
     "layer_no_gain": partial(LayerNorm, gain=False),
     "layer_plain": partial(LayerNorm, gain=False, bias=False),
     "cogview": CogViewNorm,
+    "dyt": DyT,
+    "derf": Derf,
 }
-WITHOUT_STATISTICS: dict[str, Callable[[int, float], nn.Module]] = {"dyt": DyT, "derf": Derf}
 
 
 def norm_of(config: ComposedConfig, size: int) -> nn.Module:
     """The norm of config.norm over the last dimension of x `(..., size)`. Only PowerNorm's four have layer-scale."""
     if config.norm_over_batch or (config.norm == "layer" and config.group_scaling):
         return OVER_BATCH[config.norm](size, config)
-    if config.norm in WITHOUT_STATISTICS:
-        return WITHOUT_STATISTICS[config.norm](size, config.dyt_alpha)
-    return PER_TOKEN[config.norm](size, config.norm_eps)
+    return PER_TOKEN[config.norm](size, config.dyt_alpha if config.norm in ("dyt", "derf") else config.norm_eps)
 
 
 def norms_of(config: ComposedConfig, sublayer: str) -> tuple[nn.Module, nn.Module]:

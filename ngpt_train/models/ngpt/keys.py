@@ -80,13 +80,8 @@ class ReferenceConfig(ReferenceSize):
 
 
 # model.lr_rule -> exponents of the width in the rates of the blocks' matrices and of the output embedding, and of the
-# depth in the blocks'. "completep" and "depth_mup" are the paper's names of its ablations (4.4, 4.5 and Lemma 6.9);
-# their column of Table 1 is lost in our copy, so they are inferred from the text.
-EXPONENTS = {
-    "nugpt": (-3 / 4, -3 / 4, 0.0),
-    "completep": (-1.0, -1 / 2, 0.0),
-    "depth_mup": (-3 / 4, -3 / 4, -1 / 2),
-}
+# depth in the blocks'. The last two are the paper's ablations, inferred from its text (4.4, 4.5 and Lemma 6.9).
+EXPONENTS = {"nugpt": (-3 / 4, -3 / 4, 0.0), "completep": (-1.0, -1 / 2, 0.0), "depth_mup": (-3 / 4, -3 / 4, -1 / 2)}
 
 
 def nugpt_lr_factors(width: float, horizon: float, depth: float = 1.0, rule: str = "nugpt") -> LrFactors:
@@ -98,12 +93,8 @@ def nugpt_lr_factors(width: float, horizon: float, depth: float = 1.0, rule: str
     """
     of_hidden, of_output, of_depth = EXPONENTS[rule]
     every = horizon ** (-1 / 3)
-    return LrFactors(
-        embedding=every * width ** (-1 / 2),
-        hidden=every * width**of_hidden * depth**of_depth,
-        output=0.5 * every * width**of_output,
-        vector=every,
-    )
+    hidden, output = every * width**of_hidden * depth**of_depth, 0.5 * every * width**of_output
+    return LrFactors(embedding=every * width ** (-1 / 2), hidden=hidden, output=output, vector=every)
 
 
 class ScaledConfig(ModelConfig):

@@ -99,6 +99,7 @@ COMMAND_LINES: dict[str | tuple[str, ...], str] = {
     "model=composed model.separate_gains=true model.mlp_norm_placement=reordered": "with reordered | pre or peri",
     "model=composed model.input_gain_decay=true optim.weight_decay=0": "nothing decays | optim.weight_decay above 0",
     "model=composed model.input_gain_decay=true model.norm=layer_plain": "model.input_gain_decay has no effect",
+    "model=composed model.input_gain_decay=true model.norm_placement=post": "model.norm_placement=post | no effect",
     "model=gpt model.logit_soft_cap=0": "model.logit_soft_cap=0 | a number > 0",
     "model=composed_encoder_decoder model.positions=learned": "rotary, sinusoidal or none",
     "model=powernorm model.group_scaling=3": "model.d_model=128 | 2 or 4",

@@ -31,6 +31,7 @@ pytestmark = (
 NAMES = [name for name in list_experiments() if name.startswith("paper/")]
 ROWS = {
     "engpt": 6,
+    "ngpt_appendix": 6,
     "ngpt_runs": 18,  # two arms of six, A.6, figure 1's short run and 500 billion tokens
     "ngpt_table4": 14,
     "ngpt_table5": 12,
@@ -42,6 +43,7 @@ ROWS = {
     "normformer_table4": 7,
     "normformer_table5": 12,
     "normformer_table6": 2,
+    "normformer_text": 8,
     "normformer_table8": 31,  # of 32: CatFormer is left out
     "powernorm_table2": 24,  # four norms and eight other pairs of alphas, on two texts
     "tnt_table2": 6,
@@ -160,7 +162,7 @@ def formula(model: Any) -> int:
     norms = 2 + (model.attn_norm_placement == "peri") + (model.mlp_norm_placement == "peri")
     block = 4 * d * (d + 1) + d * hidden + hidden + hidden * d + d + norms * vectors * d
     block += {"none": 0, "norm": vectors * hidden, "gain": hidden}[model.ffn_norm]
-    block += model.n_heads * (model.head_scale == "before") + d * (model.res_scale == "mlp")
+    block += model.n_heads * (model.head_scale == "before") + d * {"mlp": 1, "both": 2}.get(model.res_scale, 0)
     block += 2 * d * (model.layer_scale is not None)
     final = 0 if model.norm_placement == "post" else vectors * d
     return model.vocab_size * d + n_layers * block + final
@@ -245,6 +247,21 @@ def test_ngpt_ablations() -> None:
             assert config.model.qk_norm == (row != "no_qk_norm")
 
 
+def test_ngpt_appendix() -> None:
+    """A.2 and A.3 in A.8's setting; figure 14's default, 52 billion tokens at 2e-3, and its other contexts and size."""
+    table = of("ngpt_appendix")
+    assert [(c.model.alpha_sign, c.model.update) for c in table.values()][:2] == [
+        ("free", "lerp"),
+        ("positive", "riemannian"),
+    ]
+    for row, config in table.items():
+        assert config.train.steps * tokens_per_step(config) == 52_428_800_000
+        assert config.optim.lr == (2e-3 if row.startswith("figure14") else 1e-3)
+        assert optimizer(config) == (0.9, 0.95, 0, 1, "cosine", 0)
+        assert config.model.context == {"4k": 4096, "8k": 8192}.get(row.split("_")[-1], 1024)
+        assert config.scale.name == ("1b" if row.endswith("1b") else "0.5b")
+
+
 def scales(model: Any) -> dict[str, Any]:
     """The columns of Table 5; both vectors of a column are the same."""
     assert (model.s_u, model.alpha_attn) == (model.s_v, model.alpha_mlp)
@@ -316,6 +333,27 @@ def test_normformer_table_2() -> None:
         (6e-4, 230, True, False, False),
         (6e-4, 222, True, False, True),
     ]
+
+
+def test_normformer_text() -> None:
+    """Figure 2 and sections 4, 5 and 6.1: rates of Table 1, steps of Table 2, the operations that the text names."""
+    table = of("normformer_text")
+    operations_of = {"normformer": (True,) * 4, "gpt3": (False,) * 4, "res": (False, False, False, True)}
+    for row, config in table.items():
+        model = config.model
+        check_gpt3(config)
+        assert config.optim.lr == {768: 3e-3, 780: 3e-3, 1024: 1e-3}.get(model.d_model, 6e-4)
+        normal = 572 if model.d_model < 2048 else 286
+        steps = {"normformer_1.3b": 275, "normformer_125m": 539}
+        assert config.train.steps == 1000 * steps.get("_".join(row.split("_")[:2]), normal)
+        if not row.endswith("both"):
+            assert (operations(config), model.activation) == (operations_of[row.split("_")[0]], "gelu")
+        else:
+            parts = model.attn_norm_placement, model.mlp_norm_placement, model.ffn_norm, model.head_scale
+            assert (*parts, model.res_scale) == ("peri", "pre", "norm", "before", "both")
+    control = table["gpt3_125m_780"].model
+    assert (control.d_model, control.d_mlp, control.n_heads) == (780, 3120, 12)
+    assert formula(control) // 10**6 == 127
 
 
 def test_normformer_tables_4_and_5() -> None:

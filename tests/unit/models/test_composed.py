@@ -14,6 +14,7 @@ from torch import Tensor
 from ngpt_train.models import Decoder, build_model, export_gradients, export_weights, load_weights
 from ngpt_train.models.composed.keys import ComposedConfig
 from ngpt_train.models.composed_encoder_decoder.keys import ComposedEncoderDecoderConfig
+from ngpt_train.models.layers.linear import FusedLinear
 from ngpt_train.models.layers.norms import Derf
 from ngpt_train.training import build_state, train_step
 from tests.properties.architectures import (
@@ -273,6 +274,26 @@ def test_gains_of_one_are_gpt() -> None:
     gains = {name: len(x) for name, x in export_weights(separate).items() if x.ndim == 1}
     names = [f"layers.0.gain_{matrix}" for matrix in ("wq", "wk", "wv", "w_u", "w_v")]
     assert gains == dict.fromkeys([*names, "norm_final"], 32)
+
+
+def test_a_gain_preconditions_its_matrix() -> None:
+    """A step of plain descent moves column j of W diag(gain) by gain_j^2 g_j + (g_j w_j) w_j.
+    Caught: a gain that another matrix moves too."""
+    generator = torch.Generator().manual_seed(0)
+    linear = FusedLinear({"wq": 3, "wk": 2}, 4).double()
+    linear.add_gains()
+    linear.gains = torch.nn.Parameter(torch.rand(8, generator=generator, dtype=torch.float64))
+    torch.nn.init.normal_(linear.matrix, generator=generator)
+    before, w = linear.weight(torch.float64).detach(), linear.matrix.detach().clone()
+    gain = linear.gains.detach().view(2, 4).repeat_interleave(torch.tensor([3, 2]), 0)
+    g, eta = torch.randn(5, 4, generator=generator, dtype=torch.float64), 1e-7
+    (linear.weight(torch.float64) * g).sum().backward()
+    with torch.no_grad():
+        for parameter in linear.parameters():
+            parameter -= eta * parameter.grad  # type: ignore[operator]
+    projections = torch.cat([part.sum(0).expand(len(part), 4) for part in (g * w).split([3, 2])])
+    found = (before - linear.weight(torch.float64).detach()) / eta
+    torch.testing.assert_close(found, gain**2 * g + projections * w, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("separate", [False, True])

@@ -1,4 +1,4 @@
-"""nuGPT's learning rates (arXiv 2604.27077, section 3.1) and its paper's ablations; HyperP's rule (arXiv 2603.28743)."""
+"""nuGPT's learning rates (arXiv 2604.27077, section 3.1), its paper's ablations, HyperP's rule (arXiv 2603.28743)."""
 
 import pytest
 

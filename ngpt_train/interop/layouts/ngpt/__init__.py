@@ -33,8 +33,7 @@ RENAMED = {
 SAME = ["rope_base", "rope_layout", "alpha_sign", "qk_norm", "softmax_scale", "update_attn", "update_mlp", "norm_eps"]
 SAME += ["constraint"]
 SCALES = ("alpha_attn", "alpha_mlp", "s_qk", "s_u", "s_v", "s_z")
-# Key of model.reference: how its words in a scale name it.
-REFERENCE = {"d_model": "d_ref", "n_layers": "L_ref"}
+REFERENCE = {"d_model": "d_ref", "n_layers": "L_ref"}  # key of model.reference: its name in the words of a scale
 # The modeling file's names, in a block and outside of blocks.
 PLACES = {name: f"attention.{name}.weight" for name in ("wq", "wk", "wv", "wo")}
 PLACES |= {name: f"mlp.{name}.weight" for name in ("w_u", "w_v", "w_down")}
@@ -59,7 +58,7 @@ class NGPTLayout(Layout):
         written["num_key_value_heads"] = config.n_kv_heads or config.n_heads
         written["intermediate_size"] = config.d_mlp or 4 * config.d_model
         scales = {name: asdict(getattr(config, name)) for name in SCALES}
-        words = {word for scale in scales.values() for word in (scale["init"], scale["scale"])}
+        words = " ".join(f"{scale['init']} {scale['scale']}" for scale in scales.values())
         return {
             "architectures": ["NGPTForCausalLM"],
             "model_type": MODEL_TYPE,
@@ -72,11 +71,7 @@ class NGPTLayout(Layout):
             **{name: getattr(config, name) for name in SAME},
             **scales,
             # Other keys of model.reference act on learning rates alone, which are no part of the model.
-            "reference": {
-                name: getattr(config.reference, name)
-                for name, size in REFERENCE.items()
-                if any(size in str(word) for word in words)
-            },
+            "reference": {name: getattr(config.reference, name) for name, size in REFERENCE.items() if size in words},
         }
 
     def to_foreign(self, weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
