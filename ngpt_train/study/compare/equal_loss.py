@@ -23,7 +23,7 @@ from scipy.interpolate import PchipInterpolator
 from scipy.optimize import brentq
 
 from ngpt_train.study.compare.end_losses import BEYOND, EndLosses, end_losses
-from ngpt_train.study.compare.noise import Noise, Pair, t_quantile
+from ngpt_train.study.compare.noise import Noise, Pair, by_budget, t_quantile
 
 EXTRAPOLATED = f"beyond the budgets of the baseline's fit, which is extrapolated by a factor of {BEYOND:g} at most"
 STEPS = 200  # of the search over ratios
@@ -87,7 +87,7 @@ Gap = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 def _last_above(gap: Gap, logs: np.ndarray, found: tuple[np.ndarray, np.ndarray], side: int) -> float | None:
-    """The log ratio at which gap falls, less or plus the reach of its interval, below 0; None if it is outside of `logs`.
+    """The log ratio at which the gap, or an end of its interval, falls below 0; None if it is outside of `logs`.
 
     side: 0 for the estimate, -1 and 1 for the lower and upper end. With several such places the lower end is the first
     and the upper end the last, so the interval has every ratio that the noise allows. found: gap(logs).
@@ -165,18 +165,18 @@ def _slope(curve: EndLosses, tokens: np.ndarray) -> np.ndarray:
 def within_schedule(logs: Mapping[int, Sequence[float]], confidence: float) -> dict[int, Ratio]:
     """The ratio within one schedule by budget.
 
-    logs[budget]: `log_ratio` of each seed. Their variance between seeds is pooled over budgets.
+    logs[budget]: `log_ratio` of each seed.
     """
     values = {budget: np.array(of_budget) for budget, of_budget in logs.items()}
-    df = sum(len(x) - 1 for x in values.values())
-    variance = sum(float(np.sum((x - x.mean()) ** 2)) for x in values.values()) / max(df, 1)
+    squares = np.array([np.sum((x - x.mean()) ** 2) for x in values.values()])
+    variances, df = by_budget(squares, np.array([len(x) - 1.0 for x in values.values()]))
     ratios = {}
-    for budget, x in values.items():
+    for k, (budget, x) in enumerate(values.items()):
         estimate = float(np.exp(x.mean()))
         if len(x) < 2:
             ratios[budget] = Ratio(estimate, None, None, note=f"{FLATTERS}; one seed")
             continue
-        factor = float(np.exp(t_quantile(confidence, df) * np.sqrt(variance / len(x))))
+        factor = float(np.exp(t_quantile(confidence, df[k]) * np.sqrt(variances[k] / len(x))))
         ratios[budget] = Ratio(estimate, estimate / factor, estimate * factor, note=FLATTERS)
     return ratios
 
