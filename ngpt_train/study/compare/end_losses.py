@@ -4,8 +4,9 @@ A power law with a floor, monotone, and a line in log x for c -> 0,
 
     loss(x) = a - b (1 - exp(-c u)) / c,   u = log(x / x_0),   b >= 0,
 
-is refused where the losses say that it is none: they lie off it, or fall faster and faster (c < 0). Then straight lines
-in log x lead from budget to budget, and nothing is said beyond the last.
+is refused where the losses say that it is none: they lie off it, or fall faster and faster (c < 0), by more than their
+noise. Then straight lines in log x lead from budget to budget. Where they fall faster and faster within the noise, the
+fit stays. In both cases nothing is said beyond the budgets.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from scipy.optimize import minimize_scalar
 
 from ngpt_train.study.compare.noise import Noise, Pair
-from ngpt_train.study.compare.phrases import NO_FORM
+from ngpt_train.study.compare.phrases import BENDS_DOWN, NO_FORM
 
 BEYOND = 2.0  # factor beyond the baseline's budgets up to which the fit is extrapolated
 BENDS = (-1.5, 3.0)  # limits of c
@@ -31,7 +32,6 @@ class EndLosses:
     tokens: np.ndarray  # (K,) ascending
     losses: np.ndarray  # (K,) nats
     counts: np.ndarray  # (K,) runs behind each loss
-    beyond: float = BEYOND  # factor up to which it is followed
 
     @cached_property
     def u(self) -> np.ndarray:
@@ -66,9 +66,22 @@ class EndLosses:
         a, b = np.linalg.lstsq(weight[:, None] * self._design(self.bend), weight * self.losses, rcond=None)[0]
         return np.array([a, b]) if b > 0 else np.array([np.average(self.losses, weights=self.counts), 0.0])
 
+    @cached_property
+    def square(self) -> np.ndarray:
+        """(K,) weights of the losses in the square's coefficient of a parabola over u."""
+        design, weight = np.stack([np.ones_like(self.u), self.u, self.u**2], axis=1), np.sqrt(self.counts)
+        return np.asarray(np.linalg.pinv(weight[:, None] * design)[2] * weight)
+
+    @property
+    def beyond(self) -> float:
+        """The factor beyond the budgets up to which the fit is followed."""
+        return 1.0 if self.may_bend and self.square @ self.losses < -ROUNDING else BEYOND
+
     @property
     def note(self) -> str | None:
-        return None if self.may_bend else "the fit is a line through two budgets, and the interval lacks its error"
+        if not self.may_bend:
+            return "the fit is a line through two budgets, and the interval lacks its error"
+        return None if self.beyond > 1 else BENDS_DOWN
 
     @property
     def may_bend(self) -> bool:
@@ -84,12 +97,10 @@ class EndLosses:
         place: (K,) of the noise's budgets among these. Three budgets lie on their fit. K may lie off it in K - 3 ways,
         among which the confidence is divided (Bonferroni)."""
         ways = len(self.tokens) - 3
-        design, weight = np.stack([np.ones_like(self.u), self.u, self.u**2], axis=1), np.sqrt(self.counts)
-        square = np.linalg.pinv(weight[:, None] * design)[2] * weight  # (K,) its coefficient in a parabola over u
         off = np.eye(len(self.u)) - self.weights(self.tokens)
-        values = np.array([square @ self.losses, *self.residuals])
+        values = np.array([self.square @ self.losses, *self.residuals])
         u = np.zeros((len(values), len(place), 2))
-        u[:, :, 0] = np.stack([square, *off])[:, place]
+        u[:, :, 0] = np.stack([self.square, *off])[:, place]
         below, above = noise.ends(u, 1 - (1 - confidence) / max(ways, 1))
         is_below, is_above = values + above < -ROUNDING, values - below > ROUNDING
         return bool(is_below[0] or (ways > 0 and (is_below | is_above)[1:].any()))

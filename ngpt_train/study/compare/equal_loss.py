@@ -22,7 +22,7 @@ import numpy as np
 from scipy.interpolate import PchipInterpolator
 from scipy.optimize import brentq
 
-from ngpt_train.study.compare.end_losses import BEYOND, EndLosses, end_losses
+from ngpt_train.study.compare.end_losses import BEYOND, Between, EndLosses, end_losses
 from ngpt_train.study.compare.noise import Noise, Pair, by_budget, t_quantile
 
 EXTRAPOLATED = f"beyond the budgets of the baseline's fit, which is extrapolated by a factor of {BEYOND:g} at most"
@@ -118,8 +118,8 @@ class Trend:
 
 
 def trend_of(pair: Pair, noise: Noise, ratios: Sequence[Ratio], confidence: float) -> Trend | None:
-    """The slope of log ratio over log budget; None for fewer than two ratios. None also for a fit through two budgets:
-    it is a line, and its missing bend would look like growth.
+    """The slope of log ratio over log budget; None for fewer than two ratios. None also for a fit that misses a bend,
+    which would look like growth: a line through two budgets, or one that is not followed beyond the budgets.
 
     ratios: `annealed_ratio` by budget, without an estimate for budgets that do not count. noise: `Noise(pair)`. The
     ratio r at budget x solves loss(r x) - loss(x) = difference. To first order, with loss' by log tokens,
@@ -131,7 +131,7 @@ def trend_of(pair: Pair, noise: Noise, ratios: Sequence[Ratio], confidence: floa
     """
     known = [k for k, ratio in enumerate(ratios) if ratio.estimate is not None]
     curve, place = end_losses(pair, noise, confidence)
-    if len(known) < 2 or not isinstance(curve, EndLosses) or not curve.may_bend:
+    if len(known) < 2 or not curve.may_bend or curve.beyond == 1:
         return None
     log_r = np.log([float(ratios[k].estimate or 1) for k in known])  # (n,)
     here = pair.budgets[known]  # (n,)
@@ -156,7 +156,7 @@ def _factor(slope: float) -> float:
     return float(np.exp(slope * np.log(2)))
 
 
-def _slope(curve: EndLosses, tokens: np.ndarray) -> np.ndarray:
+def _slope(curve: EndLosses | Between, tokens: np.ndarray) -> np.ndarray:
     """(n,) derivative of the fitted loss by log tokens; below 0."""
     above, below = curve.at(tokens * np.exp(SMALL)), curve.at(tokens * np.exp(-SMALL))
     return np.asarray((above - below) / (2 * SMALL))

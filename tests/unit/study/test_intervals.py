@@ -273,6 +273,18 @@ def test_a_fit_that_the_losses_lie_off() -> None:
         assert curve.error(middle) == pytest.approx(np.abs(np.diff(slopes)).max() / 8)
 
 
+def test_a_bend_the_wrong_way() -> None:
+    """Within the noise the fit stays. Caught: a ratio from beyond its budgets, a trend."""
+    losses = np.array([5.0, 4.45, 3.85, 3.2])[:, None] + np.random.default_rng(1).normal(0, 0.05, (4, 3))
+    pair = Pair(np.array(budgets(4)), losses, losses - 0.2)
+    noise = Noise(pair)
+    assert isinstance(end_losses(pair, noise, 0.95)[0], EndLosses)
+    ratios = [annealed_ratio(pair, noise, at, 0.95) for at in range(4)]
+    assert [ratio.estimate is None for ratio in ratios] == [False] * 3 + [True]
+    assert all("faster and faster" in ratio.note for ratio in ratios)
+    assert trend_of(pair, noise, ratios, 0.95) is None
+
+
 def test_the_price_of_the_grid_moves_one_end() -> None:
     """Caught: a price that widens both ends, or the wrong one; a price of the baseline that the ratio lacks."""
     pair = pair_of(Planted(ratio=1.3), np.random.default_rng(0))

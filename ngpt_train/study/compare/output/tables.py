@@ -104,7 +104,9 @@ def verdicts(report: Report) -> Table:
             "budgets, by a factor of 2 at most. Twice the budget: the factor by which the speed-up in tokens then "
             "changes. "
         )
-    note += f"In brackets: {percent(report['confidence'])} intervals, with the price of the grid (Tuning)."
+    note += f"In brackets: {percent(report['confidence'])} intervals."
+    if any("price_arm" in d for d in report["differences"]):
+        note += " They have the price of the grid (Tuning)."
     if any(s["clock"] == "own" for s in report["speedups"]):
         note += " Seconds by the runs' own clocks are marked in Speed-up."
     if OWN_NOISE in report["notes"]:
