@@ -340,6 +340,11 @@ def spread_of(planted: Planted, df: float) -> Spread:
     return Spread(seeds, np.array([df]), rows, planted.n_rows - 1)
 
 
+def difference_of(estimate: float, spread: Spread, n_seeds: int, n_rows: int) -> Difference:
+    half = float(spread.half_width(0.95)[0])
+    return Difference(estimate, estimate - half, estimate + half, spread, n_seeds, n_rows)
+
+
 def test_what_is_detectable() -> None:
     """Caught: Student's quantiles added up, which at few degrees of freedom is resolved in 75 of 100 cases."""
     few, many = (spread_of(Planted(own=0.01, n_seeds=2), df) for df in (1.0, 1e7))
@@ -357,15 +362,17 @@ def test_needed_runs_are_the_fewest_that_suffice(ways: str) -> None:
     planted = Planted(ratio=1.05, own=0.002 if way == "rows" else 0.01, budgets=budgets(2), **rows[ways])
     pair = pair_of(planted, np.random.default_rng(5))
     truth = planted.truth(planted.budgets[-1])
-    found = Difference(truth, truth - 1, truth + 1, spread_of(planted, 100.0), planted.n_seeds, planted.n_rows)
+    found = difference_of(truth, spread_of(planted, 100.0), planted.n_seeds, planted.n_rows)
     n = needed(pair, found, 1, 400, 0.95)[way]
     chances = []
     for k in (n - 1, n):
         more = replace(planted, **{f"n_{way}": k})
         chances.append(chance(spread_of(more, 50.0 * (k - 1) if way == "seeds" else 100.0), abs(truth), 0.95))
     assert chances[0] < POWER <= chances[1]
-    hopeless = replace(found, spread=spread_of(replace(planted, own=0.2), 100.0))
+    hopeless = difference_of(truth, spread_of(replace(planted, own=0.2), 100.0), planted.n_seeds, planted.n_rows)
     assert needed(pair, hopeless, 1, 400, 0.95)["rows"] is None
+    priced = replace(found, high=found.high - truth)  # the price of the grid is as large as the difference
+    assert set(needed(pair, priced, 1, 400, 0.95).values()) == {None}
 
 
 def test_needed_steps_suffice() -> None:
@@ -375,13 +382,13 @@ def test_needed_steps_suffice() -> None:
     baseline = np.array([3.0, 2.8, 2.6, 2.5])[:, None] + np.zeros((4, 3))
     pair = Pair(np.array(sizes), baseline, baseline - np.array(grows)[:, None])
     spread = Spread(np.array([2 * 0.01**2 / 3]), np.array([8.0]), UNKNOWN, 0)
-    found = Difference(-grows[-1], -1, 1, spread, 3, 0)
+    found = difference_of(-grows[-1], spread, 3, 0)
     steps = needed(pair, found, 3, 1000, 0.95)["steps"]
     there = 0.02 * math.log(sizes[-1] * steps / 1000 / FIRST_BUDGET) - 0.025
     assert chance(spread, there, 0.95) == pytest.approx(POWER, abs=0.001)
-    loud = replace(found, spread=replace(spread, seeds=4 * spread.seeds))
+    loud = difference_of(-grows[-1], replace(spread, seeds=4 * spread.seeds), 3, 0)
     assert needed(pair, loud, 3, 1000, 0.95)["steps"] is None
-    shrinks = replace(found, estimate=grows[-1])
+    shrinks = difference_of(grows[-1], spread, 3, 0)
     assert needed(pair, shrinks, 3, 1000, 0.95)["steps"] is None
 
 
