@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -157,10 +157,7 @@ class MatrixOptimizer(torch.optim.Adam):
     def _own(self, weight: Tensor) -> list[slice]:
         """This rank's rows of each matrix of a stored one, among its rows of the stored one."""
         first, n = first_row(weight), len(local_rows(weight))
-        ends = [0]
-        for rows in self.matrices[weight].rows:
-            ends.append(ends[-1] + rows)
-        ends = [min(max(end - first, 0), n) for end in ends]
+        ends = [min(max(end - first, 0), n) for end in accumulate(self.matrices[weight].rows, initial=0)]
         return [slice(*ends_of) for ends_of in pairwise(ends)]
 
     def _keep(self, old: Tensor, new: Tensor) -> None:

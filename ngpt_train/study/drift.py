@@ -44,6 +44,7 @@ class Optimum:
     tuning: Tuning
     n_seeds: int  # at the best tried value
     model: str  # model.name of its runs
+    optim: str  # their optim.name
     context: int
 
     @property
@@ -96,8 +97,8 @@ def read_optima(paths: Sequence[Path], confidence: float | None = None) -> Optim
             for (budget, key), tuning in sorted(arm.tunings.items()):
                 if key == LR:
                     model, n_seeds = str(of_size[0].config["model.name"]), len(arm.at_best(budget))
-                    context = _size(of_size[0], "context")
-                    found.append(Optimum(name, width, depth, budget, tuning, n_seeds, model, context))
+                    context, optim = _size(of_size[0], "context"), str(of_size[0].config.get("optim.name", "adamw"))
+                    found.append(Optimum(name, width, depth, budget, tuning, n_seeds, model, optim, context))
     return Optima(found, metric, confidence, notes)
 
 

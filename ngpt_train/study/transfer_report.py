@@ -49,7 +49,8 @@ def table_entries(optima: Optima) -> list[str]:
             if low is not None and high is not None:
                 source += f", {low:.3g} to {high:.3g}"
             about = f"{one.architecture}, width {one.width:,}, {one.depth:,} layers, context {one.context:,}"
-            lines.append(f'- {{tokens: {one.tokens}, lr: {lr:.3g}, model: {one.model}, source: "{source}"}}  # {about}')
+            found_for = f"model: {one.model}, optim: {one.optim}"
+            lines.append(f'- {{tokens: {one.tokens}, lr: {lr:.3g}, {found_for}, source: "{source}"}}  # {about}')
     return ["entries for optim.lr_table:", *lines] if lines else []
 
 

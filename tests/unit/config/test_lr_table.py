@@ -118,6 +118,14 @@ def test_the_small_scales_are_as_measured() -> None:
             assert any(source in optim.lr_source for source in sources)
 
 
+def test_recipes_have_rates_of_matrix_optimizers_at_debug() -> None:
+    for model in ("gpt", "ngpt"):
+        for name in ("muon", "normuon", "adamh", "muonh"):
+            optim = load_config([f"model={model}", "scale=debug", f"optim.name={name}", "optim.weight_decay=0"]).optim
+            assert optim.lr_source == "our sweep, docs/benchmarks/lr_sweep.md (25.6 thousand tokens at context 64)"
+            assert float(optim.lr) >= 2e-2
+
+
 def test_learning_rates_of_the_ngpt_paper() -> None:
     """A.6 and figure 7: lower for longer runs, and within the ranges that were tried."""
     tried = {1024: 3e-3, 4096: 5e-3, 8192: 6e-3}

@@ -158,6 +158,7 @@ def test_a_planted_drift(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     rates = [(float(f"{one['lr']:.3g}"), one["tokens"], "ngpt") for one in report["optima"]]
     assert [(one["lr"], one["tokens"], one["model"]) for one in entries] == rates
     assert entries[0]["source"].startswith("transfer, 2 seeds, 0.05")
+    assert entries[0]["optim"] == "adamw", "Muon would take the rate"
 
 
 def test_an_untuned_size_is_left_out_and_said(tmp_path: Path) -> None:

@@ -94,3 +94,15 @@ def test_a_step_waits_for_nothing(name: str, kernels: str, z_loss: float) -> Non
         assert result.loss.item() > 0
         result.loss[None][result.loss[None] > 0].sum()
     assert waits.seen == ["_local_scalar_dense", "index"]
+
+
+@pytest.mark.parametrize("optimizer", ["normuon", "adamh", "muonh"])
+def test_a_matrix_optimizer_waits_for_nothing(optimizer: str) -> None:
+    """Caught: a length, a count of steps or a skipped step that the host reads."""
+    options = [f"optim.name={optimizer}"]
+    state = build_state(run_config("gpt", TINY, RECIPE, rows=ROWS, context=T, micro_rows=ROWS, options=options))
+    for step in range(2):
+        batches = micro_batches("gpt", TINY, ROWS, T, step)
+        with Waits() as waits:
+            train_step(state, batches)
+        assert waits.seen == []
