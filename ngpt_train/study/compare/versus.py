@@ -72,7 +72,7 @@ def versus(
 
 
 def _noise_by_budget(pair: Pair, arm: str, baseline: str) -> list[str]:
-    """A note on the pooled noise, if two budgets have several seeds."""
+    """A note on the noise of each budget, if two have several seeds."""
     by_budget = zip(pair.budgets, pair.difference, pair.n_seeds, strict=True)
     several = [f"{np.nanstd(x, ddof=1):.2g} at {int(budget):,} tokens" for budget, x, n in by_budget if n > 1]
     if len(several) < 2:

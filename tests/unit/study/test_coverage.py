@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ngpt_train.study.compare.versus import versus
 from tests.unit.study.simulated import Case, Found, faster_and_faster, plateau_first, simulate
 
 SHARP = (0.1, 0.27)  # nats at an octave from the best rate, for an arm as sharp as nGPT
@@ -36,6 +37,20 @@ OTHERS = {
     "one loud budget": Case(sigma=(0.02, 0.02, 0.02, 0.08), **FIXED),
     "two budgets": Case(n_budgets=2),
 }
+
+
+def test_a_seed_that_diverges_makes_no_arm_worse() -> None:
+    """Caught: "worse" or "better" from divergence alone; an arm that is worse anyhow, and no longer called so."""
+    for ratio, words in ((1.0, ("divergence", "divergence")), (0.6, ("worse", "better"))):
+        case = Case(ratio=ratio, n_budgets=1, diverges=True, sigma=0.002, price=SHARP)
+        baseline, arm = case.draw(np.random.default_rng(3))
+        runs = {x.name: [trial.run for trial in x.trials] for x in (baseline, arm)}
+        for one, other, word in ((arm, baseline, words[0]), (baseline, arm, words[1])):
+            found = versus(one, other, runs, "loss", 0.95, {})
+            assert found["verdict"] == word
+            said = [note for note in found["notes"] if "With optim.lr=0.001 ngpt diverges for seed 2 of 3" in note]
+            assert len(said) == 1
+            assert "than with optim.lr=0.000707107, the best at which all seeds end" in said[0]
 
 
 def check(case: Case, found: Found, draws: int) -> None:
