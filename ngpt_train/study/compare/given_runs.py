@@ -80,7 +80,7 @@ def of_study(study: Study) -> Gathered:
         return next((name for name in names if run.startswith(f"{name}-")), None)
 
     arms: dict[str, list[Run]] = {name: [] for name in study.arms}
-    found = Gathered(overrides=study.arms, baseline=study.baseline, tuned=list(study.tune), title=study.name)
+    found = Gathered(overrides=study.arms, baseline=study.baseline, tuned=study.tuned_keys, title=study.name)
     found.metric, found.confidence = study.metric, study.confidence
     found.under_test = sorted({name_of(argument) for row in study.arms.values() for argument in row})
     found.commands = [study.command]

@@ -16,7 +16,6 @@ A loss at the best value tried lies above the loss at the optimum. This price mo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
