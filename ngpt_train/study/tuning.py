@@ -27,7 +27,7 @@ def tunings(
 ) -> dict[tuple[int, str], Tuning]:
     """The tuning of an arm by budget and key, with the other keys at their best values.
 
-    trials: by budget. listed: keys with a list of allowed values. complete: see `best_values`.
+    trials: by budget. listed: further keys, tuned by a descent. complete: see `best_values`.
     """
     sigma, degrees = noise_between_seeds(trials.values())
     found = {}
@@ -35,7 +35,8 @@ def tunings(
         best = best_values(of_budget, complete)
         for key in sorted({key for values in of_budget for key, _ in values}):
             line = line_of(of_budget, key, best)
-            found[budget, key] = analyse(line, sigma, key in listed, confidence, degrees)
+            own, _ = noise_between_seeds([of_budget])  # as in the descent
+            found[budget, key] = analyse(line, own if key in listed else sigma, key in listed, confidence, degrees)
     return found
 
 
@@ -122,7 +123,8 @@ def analyse(
 
     sigma: standard deviation of the end loss between seeds, with `degrees` degrees of freedom. With 0, as for one seed,
     the interval is unknown. A value is worse than the best if its mean loss is higher by more than sigma, also over the
-    shared seeds. listed: no other values are allowed, so the best only has to lie inside.
+    shared seeds. listed: on both sides there only has to be a value that is not better by more than sigma, which the
+    descent does not go to.
     """
     tried, best = line.values, line.best
     if len(tried) < 2:
@@ -131,7 +133,7 @@ def analyse(
         return Tuning("edge")
     if not all(is_number(value) for value in tried):
         return Tuning("bracketed", best)  # names and switches have no order and so no edge
-    below, above = line.worse(0.0 if listed else sigma, or_equal=listed)
+    below, above = line.not_better(sigma) if listed else line.worse(sigma)
     if not (below or best == 0) or not above:  # no value is below 0
         return Tuning("edge", best)
     if not below or min(tried) <= 0:
@@ -164,12 +166,16 @@ class Line:
     def count(self, value: Any) -> int:
         return len(self._runs[value])
 
-    def worse(self, sigma: float, or_equal: bool = False) -> tuple[list[Any], list[Any]]:
+    def worse(self, sigma: float) -> tuple[list[Any], list[Any]]:
         """The values below and above the best value, worse by more than sigma."""
-        worse = [
-            v for v in self.values if v != self.best and (self._gap(v) > sigma or (or_equal and self._gap(v) >= 0))
-        ]
-        return [value for value in worse if value < self.best], [value for value in worse if value > self.best]
+        return self._sides([value for value in self.values if self._gap(value) > sigma])
+
+    def not_better(self, sigma: float) -> tuple[list[Any], list[Any]]:
+        """The values below and above the best value, over the shared seeds at most better by sigma."""
+        return self._sides([value for value in self.values if self._paired_gap(value) >= -sigma])
+
+    def _sides(self, values: list[Any]) -> tuple[list[Any], list[Any]]:
+        return [value for value in values if value < self.best], [value for value in values if value > self.best]
 
     def _gap(self, value: Any) -> float:
         """The loss of a value less the best's: by means, or over shared seeds, the smaller of the two.
@@ -177,10 +183,13 @@ class Line:
         Most values have the first seed alone. If this seed is hard, the means alone would call them bad. The shared
         seeds alone would trust the luck of the best.
         """
-        gap = self.mean(value) - self.mean(self.best)
+        return min(self.mean(value) - self.mean(self.best), self._paired_gap(value))
+
+    def _paired_gap(self, value: Any) -> float:
+        """Over shared seeds, or by means without one."""
         of_best = self._runs[self.best]
         pairs = [loss - of_best[seed] for seed, loss in self._runs[value].items() if seed in of_best]
-        return min(gap, statistics.fmean(pairs)) if pairs else gap
+        return statistics.fmean(pairs) if pairs else self.mean(value) - self.mean(self.best)
 
 
 def vertex_of(line: Line, left: Any, right: Any, noise: float) -> tuple[float, float, float, float] | None:
