@@ -4,8 +4,9 @@ A power law with a floor, monotone, and a line in log x for c -> 0,
 
     loss(x) = a - b (1 - exp(-c u)) / c,   u = log(x / x_0),   b >= 0,
 
-is refused where the losses say that it is none: they lie off it, or fall faster and faster (c < 0). Then straight lines
-in log x lead from budget to budget, and nothing is said beyond the last.
+is refused where the losses say that it is none: they lie off it, or fall faster and faster (c < 0), by more than their
+noise. Then straight lines in log x lead from budget to budget. Where they fall faster and faster within the noise, the
+fit stays. In both cases nothing is said beyond the budgets.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from functools import cached_property
 
 import numpy as np
 from scipy.optimize import minimize_scalar
-from scipy.special import fdtrc
 
 from ngpt_train.study.compare.noise import Noise, Pair
-from ngpt_train.study.compare.phrases import NO_FORM
+from ngpt_train.study.compare.phrases import BENDS_DOWN, NO_FORM
 
 BEYOND = 2.0  # factor beyond the baseline's budgets up to which the fit is extrapolated
 BENDS = (-1.5, 3.0)  # limits of c
+ROUNDING = 1e-6  # nats that are no misfit
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,6 @@ class EndLosses:
     tokens: np.ndarray  # (K,) ascending
     losses: np.ndarray  # (K,) nats
     counts: np.ndarray  # (K,) runs behind each loss
-    beyond: float = BEYOND  # factor up to which it is followed
 
     @cached_property
     def u(self) -> np.ndarray:
@@ -66,9 +66,22 @@ class EndLosses:
         a, b = np.linalg.lstsq(weight[:, None] * self._design(self.bend), weight * self.losses, rcond=None)[0]
         return np.array([a, b]) if b > 0 else np.array([np.average(self.losses, weights=self.counts), 0.0])
 
+    @cached_property
+    def square(self) -> np.ndarray:
+        """(K,) weights of the losses in the square's coefficient of a parabola over u."""
+        design, weight = np.stack([np.ones_like(self.u), self.u, self.u**2], axis=1), np.sqrt(self.counts)
+        return np.asarray(np.linalg.pinv(weight[:, None] * design)[2] * weight)
+
+    @property
+    def beyond(self) -> float:
+        """The factor beyond the budgets up to which the fit is followed."""
+        return 1.0 if self.may_bend and self.square @ self.losses < -ROUNDING else BEYOND
+
     @property
     def note(self) -> str | None:
-        return None if self.may_bend else "the fit is a line through two budgets, and the interval lacks its error"
+        if not self.may_bend:
+            return "the fit is a line through two budgets, and the interval lacks its error"
+        return None if self.beyond > 1 else BENDS_DOWN
 
     @property
     def may_bend(self) -> bool:
@@ -78,21 +91,19 @@ class EndLosses:
     def residuals(self) -> np.ndarray:
         return np.asarray(self.losses - self.at(self.tokens))
 
-    def is_off(self, variances: np.ndarray, df: float, confidence: float) -> bool:
-        """True if the losses lie off the fit by more than the noise between seeds, by an F test. False for three
-        budgets, which the three coefficients fit exactly.
+    def is_refused(self, noise: Noise, place: np.ndarray, confidence: float) -> bool:
+        """True if a loss lies off the fit, or the losses fall faster and faster, by more than the noise.
 
-        variances: (K,) of a run, with `df` degrees of freedom together; 0 or NaN: unknown."""
-        more = len(self.tokens) - 3
-        if more < 1 or df < 1 or not (variances > 0).all():
-            return False
-        misfit = np.sum(self.counts * self.residuals**2 / variances) / more
-        return bool(fdtrc(more, df, misfit) < 1 - confidence)
-
-    def curvature(self) -> np.ndarray:
-        """(K,) weights of the losses in the square's coefficient of a parabola over u; below 0 if it bends down."""
-        design, weight = np.stack([np.ones_like(self.u), self.u, self.u**2], axis=1), np.sqrt(self.counts)
-        return np.asarray(np.linalg.pinv(weight[:, None] * design)[2] * weight)
+        place: (K,) of the noise's budgets among these. Three budgets lie on their fit. K may lie off it in K - 3 ways,
+        among which the confidence is divided (Bonferroni)."""
+        ways = len(self.tokens) - 3
+        off = np.eye(len(self.u)) - self.weights(self.tokens)
+        values = np.array([self.square @ self.losses, *self.residuals])
+        u = np.zeros((len(values), len(place), 2))
+        u[:, :, 0] = np.stack([self.square, *off])[:, place]
+        below, above = noise.ends(u, 1 - (1 - confidence) / max(ways, 1))
+        is_below, is_above = values + above < -ROUNDING, values - below > ROUNDING
+        return bool(is_below[0] or (ways > 0 and (is_below | is_above)[1:].any()))
 
     @property
     def falls(self) -> bool:
@@ -146,34 +157,21 @@ class Between:
         return bool(self.losses[-1] < self.losses[0])
 
     def at(self, tokens: np.ndarray) -> np.ndarray:
-        """(n,) losses in the middle of what the form may be."""
-        low, high = self._form(tokens)
-        return np.asarray((low + high) / 2)
+        return np.interp(np.log(tokens), np.log(self.tokens), self.losses)
 
     def error(self, tokens: np.ndarray) -> np.ndarray:
-        """(n,) how far the loss may lie off `at`, by its form."""
-        low, high = self._form(tokens)
-        return np.asarray((high - low) / 2)
+        """(n,) how far the loss may lie off the line at most, by its form: (x - x_k) (x_k+1 - x) / 2 times the largest
+        second derivative, in x = log tokens, that the budgets show."""
+        knots, x = np.log(self.tokens), np.log(tokens)
+        slopes = np.diff(self.losses) / np.diff(knots)
+        second = np.max(np.abs(np.diff(slopes)) / ((knots[2:] - knots[:-2]) / 2))
+        k = np.clip(np.searchsorted(knots, x, side="right") - 1, 0, len(slopes) - 1)
+        return np.asarray(np.maximum((x - knots[k]) * (knots[k + 1] - x), 0) / 2 * second)
 
     def weights(self, tokens: np.ndarray) -> np.ndarray:
         """(n, K) shares of the losses in the line."""
         x = np.log(tokens)
         return np.stack([np.interp(x, np.log(self.tokens), row) for row in np.eye(len(self.tokens))], axis=1)
-
-    def _form(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The lowest and highest loss of a falling curve through the losses. One that bends one way lies between the
-        line and the prolonged lines of both neighbours."""
-        knots, x = np.log(self.tokens), np.log(tokens)
-        slopes = np.diff(self.losses) / np.diff(knots)  # (K - 1,)
-        k = np.clip(np.searchsorted(knots, x, side="right") - 1, 0, len(slopes) - 1)
-        line = self.losses[k] + slopes[k] * (x - knots[k])
-        before = np.where(k > 0, (slopes[k - 1] - slopes[k]) * (x - knots[k]), 0.0)  # above the line
-        after = (slopes[np.minimum(k + 1, len(slopes) - 1)] - slopes[k]) * (x - knots[k + 1])
-        others = np.stack([before, after])  # (2, n)
-        nearest = [np.where(side * others > 0, side * others, np.inf).min(axis=0) for side in (-1, 1)]
-        low, high = line - np.nan_to_num(nearest[0], posinf=0.0), line + np.nan_to_num(nearest[1], posinf=0.0)
-        ends = np.sort(np.stack([self.losses[k], self.losses[k + 1]]), axis=0)
-        return np.clip(low, *ends), np.clip(high, *ends)
 
 
 def end_losses(pair: Pair, noise: Noise, confidence: float) -> tuple[EndLosses | Between, np.ndarray]:
@@ -188,10 +186,6 @@ def end_losses(pair: Pair, noise: Noise, confidence: float) -> tuple[EndLosses |
     place, curve = np.argsort(order), EndLosses(budgets[order], losses[order], noise.n_seeds[order])
     if not curve.may_bend:
         return curve, place
-    u = np.zeros((1, len(order), 2))
-    u[0, :, 0] = curve.curvature()[place]
-    falls_faster = float(u[0, :, 0] @ losses) + noise.spread(u).half_width(confidence)[0] < 0
-    variances = (noise.seeds[0, 0] * noise.factors)[order]
-    if falls_faster or curve.is_off(variances, noise.baseline_df, confidence):
+    if curve.is_refused(noise, place, confidence):
         return Between(curve.tokens, curve.losses), place
     return curve, place

@@ -22,8 +22,8 @@ import numpy as np
 from scipy.interpolate import PchipInterpolator
 from scipy.optimize import brentq
 
-from ngpt_train.study.compare.end_losses import BEYOND, EndLosses, end_losses
-from ngpt_train.study.compare.noise import Noise, Pair, t_quantile
+from ngpt_train.study.compare.end_losses import BEYOND, Between, EndLosses, end_losses
+from ngpt_train.study.compare.noise import Noise, Pair, by_budget, t_quantile
 
 EXTRAPOLATED = f"beyond the budgets of the baseline's fit, which is extrapolated by a factor of {BEYOND:g} at most"
 STEPS = 200  # of the search over ratios
@@ -87,7 +87,7 @@ Gap = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 def _last_above(gap: Gap, logs: np.ndarray, found: tuple[np.ndarray, np.ndarray], side: int) -> float | None:
-    """The log ratio at which gap falls, less or plus the reach of its interval, below 0; None if it is outside of `logs`.
+    """The log ratio at which the gap, or an end of its interval, falls below 0; None if it is outside of `logs`.
 
     side: 0 for the estimate, -1 and 1 for the lower and upper end. With several such places the lower end is the first
     and the upper end the last, so the interval has every ratio that the noise allows. found: gap(logs).
@@ -118,8 +118,8 @@ class Trend:
 
 
 def trend_of(pair: Pair, noise: Noise, ratios: Sequence[Ratio], confidence: float) -> Trend | None:
-    """The slope of log ratio over log budget; None for fewer than two ratios. None also for a fit through two budgets:
-    it is a line, and its missing bend would look like growth.
+    """The slope of log ratio over log budget; None for fewer than two ratios. None also for a fit that misses a bend,
+    which would look like growth: a line through two budgets, or one that is not followed beyond the budgets.
 
     ratios: `annealed_ratio` by budget, without an estimate for budgets that do not count. noise: `Noise(pair)`. The
     ratio r at budget x solves loss(r x) - loss(x) = difference. To first order, with loss' by log tokens,
@@ -131,7 +131,7 @@ def trend_of(pair: Pair, noise: Noise, ratios: Sequence[Ratio], confidence: floa
     """
     known = [k for k, ratio in enumerate(ratios) if ratio.estimate is not None]
     curve, place = end_losses(pair, noise, confidence)
-    if len(known) < 2 or not isinstance(curve, EndLosses) or not curve.may_bend:
+    if len(known) < 2 or not curve.may_bend or curve.beyond == 1:
         return None
     log_r = np.log([float(ratios[k].estimate or 1) for k in known])  # (n,)
     here = pair.budgets[known]  # (n,)
@@ -156,7 +156,7 @@ def _factor(slope: float) -> float:
     return float(np.exp(slope * np.log(2)))
 
 
-def _slope(curve: EndLosses, tokens: np.ndarray) -> np.ndarray:
+def _slope(curve: EndLosses | Between, tokens: np.ndarray) -> np.ndarray:
     """(n,) derivative of the fitted loss by log tokens; below 0."""
     above, below = curve.at(tokens * np.exp(SMALL)), curve.at(tokens * np.exp(-SMALL))
     return np.asarray((above - below) / (2 * SMALL))
@@ -165,18 +165,18 @@ def _slope(curve: EndLosses, tokens: np.ndarray) -> np.ndarray:
 def within_schedule(logs: Mapping[int, Sequence[float]], confidence: float) -> dict[int, Ratio]:
     """The ratio within one schedule by budget.
 
-    logs[budget]: `log_ratio` of each seed. Their variance between seeds is pooled over budgets.
+    logs[budget]: `log_ratio` of each seed.
     """
     values = {budget: np.array(of_budget) for budget, of_budget in logs.items()}
-    df = sum(len(x) - 1 for x in values.values())
-    variance = sum(float(np.sum((x - x.mean()) ** 2)) for x in values.values()) / max(df, 1)
+    squares = np.array([np.sum((x - x.mean()) ** 2) for x in values.values()])
+    variances, df = by_budget(squares, np.array([len(x) - 1.0 for x in values.values()]))
     ratios = {}
-    for budget, x in values.items():
+    for k, (budget, x) in enumerate(values.items()):
         estimate = float(np.exp(x.mean()))
         if len(x) < 2:
             ratios[budget] = Ratio(estimate, None, None, note=f"{FLATTERS}; one seed")
             continue
-        factor = float(np.exp(t_quantile(confidence, df) * np.sqrt(variance / len(x))))
+        factor = float(np.exp(t_quantile(confidence, df[k]) * np.sqrt(variances[k] / len(x))))
         ratios[budget] = Ratio(estimate, estimate / factor, estimate * factor, note=FLATTERS)
     return ratios
 

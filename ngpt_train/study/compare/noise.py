@@ -151,13 +151,18 @@ class Noise:
         df = np.array([[self.baseline_df, self.baseline_df], [self.baseline_df, self.difference_df]])
         # (2, 2), between seeds, of all budgets
         self.seeds = np.full((2, 2), np.nan) if self.difference_df == 0 else (both @ both.T) / np.maximum(df, 1)
-        squares, counts = np.nansum(difference**2, axis=1), pair.n_seeds - 1.0
+        is_shared = self.seeds[1, 1] <= 1e-12 * self.seeds[0, 0]  # all noise; the difference has none but rounding
+        side, whole, known = (
+            (baseline, self.seeds[0, 0], self.baseline_df) if is_shared else (difference, self.seeds[1, 1], None)
+        )
+        squares, counts = np.nansum(side**2, axis=1), pair.n_seeds - 1.0
+        counts *= 1.0 if known is None else known / max(self.difference_df, 1)
         if further is not None:
             rest = np.nansum((further.losses - np.nanmean(further.losses, axis=1, keepdims=True)) ** 2, axis=1)
-            squares = np.concatenate([squares, rest * _share(self.seeds[1, 1], self.seeds[0, 0])])
+            squares = np.concatenate([squares, rest * _share(whole, self.seeds[0, 0])])
             counts = np.concatenate([counts, further.counts - 1.0])
         variances, self.df = by_budget(squares, counts)
-        self.factors = _share(variances, self.seeds[1, 1])  # (K + M,) of self.seeds, by budget
+        self.factors = _share(variances, whole)  # (K + M,) of self.seeds, by budget
         # (K, 2, K, 2), over rows, of means over seeds; without the rest of seed and row
         self.rows = None
         if pair.baseline_rows is not None and pair.arm_rows is not None and pair.n_rows > 1:

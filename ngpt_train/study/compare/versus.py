@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
+from ngpt_train.config.validate import show
 from ngpt_train.study.compare.equal_loss import Ratio, annealed_ratio, log_ratio, trend_of, within_schedule
 from ngpt_train.study.compare.intervals import Difference, detectable, difference_at, needed
 from ngpt_train.study.compare.noise import Noise, Pair
@@ -44,13 +45,16 @@ def versus(
     annealed = [annealed_ratio(pair, noise, at, confidence) for at in range(len(pair.budgets))]
     of_schedule = _within_schedule(arm, baseline, metric, confidence)
     last, names = int(pair.budgets[-1]), {"arm": arm.name, "baseline": baseline.name}
-    word = verdict(arm.state(last), baseline.state(last), found[-1])
-    notes.append(why(word, arm, baseline, last, found[-1]))
+    steady = replace(pair, unstable=None)
+    at_compared = difference_at(steady, Noise(steady), len(pair.budgets) - 1, confidence)
+    word = verdict(arm.state(last), baseline.state(last), found[-1], at_compared)
+    notes += [why(word, arm, baseline, last, found[-1]), *_divergences(arm, baseline, last)]
     costs = costs_between(arm.name, baseline.name, runs, step_times)
     for at, budget in enumerate(map(int, pair.budgets)):
         steps = next(iter(arm.at_best(budget).values())).run.steps
         missing = None if found[at].is_resolved else needed(pair, found[at], at, steps, confidence)
         entry = _of_difference(found[at], confidence, missing)
+        entry |= {f"price_{name}": float(x) for name, x in zip(("baseline", "arm"), noise.prices[at, :, 0], strict=True)}
         result["differences"].append({**names, "budget": budget, **entry})
         ratios = {"annealed": annealed[at]}
         ratios |= {"within_schedule": of_schedule[budget]} if budget in of_schedule else {}
@@ -113,15 +117,32 @@ def _within_schedule(arm: Arm, baseline: Arm, metric: str, confidence: float) ->
     return within_schedule(logs, confidence) if logs else {}
 
 
-def verdict(arm_state: str, baseline_state: str, found: Difference | None) -> str:
-    """The verdict at equal tokens, from the largest budget of both arms. untuned: the best value of one is at the edge
-    of the tried values, or only one of the two was tuned."""
+def verdict(
+    arm_state: str, baseline_state: str, found: Difference | None, at_compared: Difference | None = None
+) -> str:
+    """The verdict at equal tokens, from the largest budget of both arms.
+
+    untuned: the best value of one is at the edge of the tried values, or only one of the two was tuned. divergence: a
+    difference is resolved, but values at which a seed diverges may be its only reason. at_compared: the difference as
+    if there were none."""
     states = {arm_state, baseline_state}
     if "edge" in states or len(states) > 1:
         return "untuned"
     if found is None or not found.is_resolved:
-        return "not_resolved"
+        return "divergence" if at_compared is not None and at_compared.is_resolved else "not_resolved"
     return "better" if found.estimate < 0 else "worse"
+
+
+def _divergences(arm: Arm, baseline: Arm, budget: int) -> Iterator[str]:
+    """A sentence for each arm that diverges for a seed at a better value than the compared one."""
+    for x in (arm, baseline):
+        if (known := x.divergences.get(budget)) is not None:
+            best, compared = (", ".join(f"{k}={show(v)}" for k, v in of) for of in (known.values, x.best[budget]))
+            seeds = f"seed{'s' * (len(known.seeds) > 1)} {', '.join(map(str, known.seeds))}"
+            yield (
+                f"With {best} {x.name} diverges for {seeds} of {known.n_seeds}, and ends {known.price[0]:.2g} lower "
+                f"for the others than with {compared}, the best at which all seeds end, which is compared."
+            )
 
 
 def why(word: str, arm: Arm, baseline: Arm, budget: int, found: Difference) -> str:
@@ -131,6 +152,8 @@ def why(word: str, arm: Arm, baseline: Arm, budget: int, found: Difference) -> s
         tuned = {"edge": "not tuned to an optimum inside its grid", "not tried": "not tuned"}
         states = [f"{x.name} is {tuned.get(x.state(budget), 'tuned')}" for x in (arm, baseline)]
         return f"{start}, because {' and '.join(states)}."
+    if word == "divergence":
+        return f"{start}: the difference may come from a seed that diverges."
     if found.n_seeds < 2:
         return f"{start}, because one seed does not show the noise between seeds."
     rows = f"{found.n_rows} validation rows" if found.n_rows else "no losses of validation rows"

@@ -33,6 +33,11 @@ def plateau_first(x: float) -> float:
     return float(5.2 - 2.6 / (1 + math.exp(-1.2 * (math.log2(x) - 2.1))))
 
 
+def faster_and_faster(x: float) -> float:
+    """Steps of 0.53, 0.66 and 0.73 nats, as GPT's with 8 million parameters, then smaller ones."""
+    return float(7.2 - 5.3 / (1 + math.exp(-0.55 * (math.log2(x) - 2.6))))
+
+
 @dataclass(frozen=True)
 class Case:
     """Two arms at budgets that double. The arm needs `ratio` times fewer tokens than the baseline, when each trains at

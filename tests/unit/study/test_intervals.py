@@ -7,32 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scipy.stats import f as fisher
+from scipy.stats import bartlett
 from scipy.stats import nct
 from scipy.stats import t as student
 
-from ngpt_train.study.compare.equal_loss import (
-    EndLosses,
-    Ratio,
-    Trend,
-    annealed_ratio,
-    end_losses,
-    log_ratio,
-    trend_of,
-    within_schedule,
-)
-from ngpt_train.study.compare.intervals import (
-    POWER,
-    Difference,
-    Further,
-    Noise,
-    Pair,
-    Spread,
-    chance,
-    detectable,
-    difference_at,
-    needed,
-)
+from ngpt_train.study.compare.end_losses import Between, EndLosses, end_losses
+from ngpt_train.study.compare.equal_loss import Ratio, Trend, annealed_ratio, log_ratio, trend_of, within_schedule
+from ngpt_train.study.compare.intervals import POWER, Difference, chance, detectable, difference_at, needed
+from ngpt_train.study.compare.noise import Further, Noise, Pair, Spread, by_budget
 from ngpt_train.study.compare.step_times import Cost, in_units, measured
 from tests.planted_runs import FIRST_BUDGET, Planted, log_linear, power_law
 
@@ -55,7 +37,7 @@ def pair_of(planted: Planted, rng: np.random.Generator, alone: int = 0) -> Pair:
 
 @pytest.mark.parametrize("n_rows", [0, 32])
 def test_the_interval_of_a_difference(n_rows: int) -> None:
-    """Caught: degrees of freedom of all runs together, or of rows for seeds; a spread without the noise of seeds or of
+    """Caught: noise of other budgets as if it were this one's; degrees of freedom of rows for seeds; a spread without the noise of seeds or of
     rows; a missing run that counts; Satterthwaite's quantile, with which 89 % hold the truth."""
     planted = Planted(n_seeds=4, n_rows=n_rows, of_row=0.05, of_both=0.02)
     pair = pair_of(planted, np.random.default_rng(3))
@@ -63,9 +45,11 @@ def test_the_interval_of_a_difference(n_rows: int) -> None:
         missing[3, 2:] = np.nan
     D, of_seeds, of_rows = pair.difference, [4, 4, 4, 2], 0.0
     each = [float(np.nanvar(d, ddof=1)) * (n - 1) for d, n in zip(D, of_seeds, strict=True)]
+    p = bartlett(*[d[:n] for d, n in zip(D, of_seeds, strict=True)]).pvalue
     for at, n in ((1, 4), (3, 2)):
-        variances = [sum(each) / 10 / n]
-        quantiles = [student.ppf(0.975, 10)]
+        others = (sum(each) - each[at]) / (10 - (n - 1))
+        variances = [(each[at] + p * others) / (n - 1 + p) / n]
+        quantiles = [student.ppf(0.975, n - 1 + p)]
         if n_rows:
             d = (pair.arm_rows - pair.baseline_rows)[at, :n]  # (n, R)
             mean = d.mean(axis=0)
@@ -94,7 +78,7 @@ def test_the_interval_of_a_ratio(noise_of: str, alone: int) -> None:
     pair = replace(pair, arm=pair.arm + own, baseline=pair.baseline + own * (noise_of == "both alike"))
     n, at = len(pair.budgets), 1
     found, here = annealed_ratio(pair, Noise(pair), at, 0.95), pair.budgets[at]
-    curve, place = end_losses(pair)
+    curve, place = end_losses(pair, Noise(pair), 0.95)
     difference = difference_at(pair, Noise(pair), at, 0.95)
     for ratio, end in ((found.low, difference.high), (found.high, difference.low)):
         gap = curve.at(np.array([ratio * here]))[0] - curve.at(np.array([here]))[0]
@@ -102,9 +86,11 @@ def test_the_interval_of_a_ratio(noise_of: str, alone: int) -> None:
             assert difference.low == pytest.approx(difference.high)
             rest = own - own.mean(axis=0) - own.mean(axis=1, keepdims=True) + own.mean()
             weights = (curve.weights(np.array([ratio * here])) - curve.weights(np.array([here])))[0][place]
-            df = (n - 1) * 2
-            error = math.sqrt(np.sum(rest**2) / df / 3 * np.sum(weights**2))
-            half = student.ppf(0.975, df) * error
+            variances, df = by_budget(
+                np.append(np.sum(rest**2, axis=1), np.zeros(alone)), np.array([2 * (n - 1) / n] * n + [2.0] * alone)
+            )
+            parts = variances / 3 * weights**2
+            half = student.ppf(0.975, np.sum(parts) ** 2 / np.nansum(parts**2 / df)) * math.sqrt(np.sum(parts))
             end = difference.estimate + (half if ratio == found.low else -half)
         assert gap == pytest.approx(end, abs=1e-6)
     assert found.low < 1.7 < found.high
@@ -116,7 +102,7 @@ def test_the_noise_of_rows_in_a_ratio() -> None:
     rows = np.random.default_rng(1).normal(0, 0.05, (5, 1, 32)).repeat(3, axis=1)
     rows -= rows.mean(axis=2, keepdims=True)
     pair = replace(pair, baseline_rows=rows[:4], arm_rows=rows[:4], further=replace(pair.further, rows=rows[4:]))
-    found, here, (curve, place) = annealed_ratio(pair, Noise(pair), 1, 0.95), pair.budgets[1], end_losses(pair)
+    found, here, (curve, place) = annealed_ratio(pair, Noise(pair), 1, 0.95), pair.budgets[1], end_losses(pair, Noise(pair), 0.95)
     for ratio, side in ((found.low, 1), (found.high, -1)):
         there, now = np.array([ratio * here]), np.array([here])
         noise = (curve.weights(there) - curve.weights(now))[0][place] @ rows[:, 0]
@@ -140,8 +126,10 @@ def test_the_interval_of_a_trend(alike: bool) -> None:
     moves = [own + side * 1e-4 * np.eye(4)[k][:, None] for k in range(4) for side in (1, -1)]
     logs = np.log([trend(x, x).estimate for x in moves]).reshape(4, 2)
     rest = own - own.mean(axis=1, keepdims=True)
-    rest, df = (rest - rest.mean(axis=0), 6) if alike else (rest, 8)
-    error = math.sqrt(np.sum(rest**2) / df / 3) * np.linalg.norm((logs[:, 0] - logs[:, 1]) / 2e-4)
+    rest, each = (rest - rest.mean(axis=0), 1.5) if alike else (rest, 2.0)
+    variances, df = by_budget(np.sum(rest**2, axis=1), np.full(4, each))
+    parts = variances / 3 * ((logs[:, 0] - logs[:, 1]) / 2e-4) ** 2
+    error, df = math.sqrt(np.sum(parts)), np.sum(parts) ** 2 / np.sum(parts**2 / df)
     found = trend(own, own)
     for ratio in (found.high / found.estimate, found.estimate / found.low):
         assert math.log(ratio) == pytest.approx(student.ppf(0.975, df) * error, rel=5e-3)
@@ -243,18 +231,77 @@ def test_far_beyond_the_budgets_nothing_is_said() -> None:
     assert annealed_ratio(pair, Noise(pair), 1, 0.95).estimate is None
 
 
+def test_noise_by_budget() -> None:
+    """Caught: weights of other budgets that are no probability; a budget with one run that knows its noise, or with
+    none."""
+    rng = np.random.default_rng(2)
+    runs = [rng.normal(0, sigma, 3) for sigma in (0.01, 0.012, 0.02)]
+    squares, df = np.array([2 * np.var(x, ddof=1) for x in runs]), np.full(3, 2.0)
+    p = bartlett(*runs).pvalue
+    variances, known = by_budget(squares, df)
+    assert known == pytest.approx(2 + p)
+    assert variances[0] == pytest.approx((squares[0] + p * squares[1:].sum() / 4) / (2 + p))
+    variances, known = by_budget(np.append(squares, 0.0), np.append(df, 0.0))
+    assert (variances[3], known[3]) == pytest.approx((squares.sum() / 6, 6))
+    assert by_budget(squares[:1], df[:1]) == (pytest.approx([squares[0] / 2]), pytest.approx([2]))
+    assert by_budget(np.zeros(2), df[:2])[0] == pytest.approx(0)
+
+
 def test_a_fit_that_the_losses_lie_off() -> None:
-    """Caught: a wrong form without a note, or one that is no F test of the noise of a run."""
-    pair = pair_of(Planted(ratio=1.0, budgets=budgets(5)), np.random.default_rng(0))
-    assert not end_losses(pair)[0].is_off(Noise(pair), 0.95)
-    losses, curve = pair.baseline, end_losses(pair)[0]
-    rest = losses - losses.mean(axis=1, keepdims=True) - losses.mean(axis=0) + losses.mean()
-    p = fisher.sf(np.sum(3 * curve.residuals**2) / 2 / (np.sum(rest**2) / 8), 2, 8)
-    assert [curve.is_off(Noise(pair), 1 - x * p) for x in (1.01, 0.99)] == [True, False]
-    bent = np.array([0, 0, 0.05, 0, 0])[:, None]
-    pair = replace(pair, baseline=pair.baseline + bent, arm=pair.arm + bent)
-    assert end_losses(pair)[0].is_off(Noise(pair), 0.95)
-    assert "off the fit, more than its noise" in annealed_ratio(pair, Noise(pair), 2, 0.95).note
+    """Caught: a ratio from a wrong form, an extrapolation of it or a trend; an interval without the form's error."""
+    planted = Planted(ratio=1.0, budgets=budgets(5))
+    right = pair_of(planted, np.random.default_rng(0))
+    assert isinstance(end_losses(right, Noise(right), 0.95)[0], EndLosses)
+    falls_faster = 0.02 * np.arange(5)[:, None] ** 3
+    for bent in (np.array([0, 0, 0.05, 0, 0])[:, None], -falls_faster):
+        pair = replace(right, baseline=right.baseline + bent, arm=right.arm + bent - 0.1)
+        noise = Noise(pair)
+        curve, _ = end_losses(pair, noise, 0.95)
+        assert isinstance(curve, Between)
+        losses = pair.baseline.mean(axis=1)
+        np.testing.assert_allclose(curve.at(pair.budgets), losses)
+        assert curve.error(pair.budgets) == pytest.approx(0, abs=1e-12)
+        ratios = [annealed_ratio(pair, noise, at, 0.95) for at in range(5)]
+        assert [ratio.estimate is None for ratio in ratios] == [False] * 4 + [True]
+        assert not any(ratio.extrapolated for ratio in ratios)
+        assert "no power law" in ratios[1].note
+        assert trend_of(pair, noise, ratios, 0.95) is None
+        quiet = replace(pair, baseline=losses[:, None] + np.zeros(3), arm=losses[:, None] - 0.1 + np.zeros(3))
+        found, slopes = annealed_ratio(quiet, Noise(pair), 1, 0.95), np.diff(losses)
+        assert found.low < found.estimate < found.high
+        middle = np.sqrt(pair.budgets[:-1] * pair.budgets[1:])
+        assert curve.error(middle) == pytest.approx(np.abs(np.diff(slopes)).max() / 8)
+
+
+def test_a_bend_the_wrong_way() -> None:
+    """Within the noise the fit stays. Caught: a ratio from beyond its budgets, a trend."""
+    losses = np.array([5.0, 4.45, 3.85, 3.2])[:, None] + np.random.default_rng(1).normal(0, 0.05, (4, 3))
+    pair = Pair(np.array(budgets(4)), losses, losses - 0.2)
+    noise = Noise(pair)
+    assert isinstance(end_losses(pair, noise, 0.95)[0], EndLosses)
+    ratios = [annealed_ratio(pair, noise, at, 0.95) for at in range(4)]
+    assert [ratio.estimate is None for ratio in ratios] == [False] * 3 + [True]
+    assert all("faster and faster" in ratio.note for ratio in ratios)
+    assert trend_of(pair, noise, ratios, 0.95) is None
+
+
+def test_the_price_of_the_grid_moves_one_end() -> None:
+    """Caught: a price that widens both ends, or the wrong one; a price of the baseline that the ratio lacks."""
+    pair = pair_of(Planted(ratio=1.3), np.random.default_rng(0))
+    free = difference_at(pair, Noise(pair), 1, 0.95)
+    for side, price in (("baseline", [[0.03, 0.0], [0, 0]]), ("arm", [[0, 0], [0.03, 0.0]])):
+        priced = replace(pair, prices=np.array([price] * 4))
+        noise, is_arm = Noise(priced), side == "arm"
+        found, ratio = difference_at(priced, noise, 1, 0.95), annealed_ratio(priced, noise, 1, 0.95)
+        plain = annealed_ratio(pair, Noise(pair), 1, 0.95)
+        assert (found.estimate, ratio.estimate) == (free.estimate, plain.estimate)
+        assert found.low == pytest.approx(free.low - 0.03 * is_arm)
+        assert found.high == pytest.approx(free.high + 0.03 * (not is_arm))
+        assert ratio.high > plain.high + 0.02 or not is_arm
+        assert ratio.low == pytest.approx(plain.low) if is_arm else ratio.low < plain.low - 0.02
+    unsure = replace(pair, prices=np.array([[[0, 0], [0, 0.03]]] * 4))
+    found = difference_at(unsure, Noise(unsure), 1, 0.95)
+    assert found.estimate - found.low == pytest.approx(math.hypot(free.estimate - free.low, 0.03))
 
 
 def test_weights_are_the_slopes_of_the_fit() -> None:
@@ -315,7 +362,7 @@ def test_needed_runs_are_the_fewest_that_suffice(ways: str) -> None:
     chances = []
     for k in (n - 1, n):
         more = replace(planted, **{f"n_{way}": k})
-        chances.append(chance(spread_of(more, 2 * (k - 1) if way == "seeds" else 100.0), abs(truth), 0.95))
+        chances.append(chance(spread_of(more, 50.0 * (k - 1) if way == "seeds" else 100.0), abs(truth), 0.95))
     assert chances[0] < POWER <= chances[1]
     hopeless = replace(found, spread=spread_of(replace(planted, own=0.2), 100.0))
     assert needed(pair, hopeless, 1, 400, 0.95)["rows"] is None
@@ -431,7 +478,7 @@ def test_trends_and_fits() -> None:
     rng, off = np.random.default_rng(0), 0
     for _ in range(400):
         pair = pair_of(Planted(ratio=1.0, budgets=budgets(5)), rng)
-        off += end_losses(pair)[0].is_off(Noise(pair), 0.95)
+        off += isinstance(end_losses(pair, Noise(pair), 0.95)[0], Between)
     assert off / 400 == pytest.approx(0.05, abs=0.035)
 
 

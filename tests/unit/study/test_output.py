@@ -90,7 +90,9 @@ def test_the_verdicts_say_what_they_lack() -> None:
     assert rows["powernorm"][1] == "untuned"
     assert [name for name, row in rows.items() if row[-1] == "0.850 (0.800 to 0.900, extrapolated)"] == ["ngpt"]
     assert "Of an arm with one seed they are without the noise between seeds." in table.note
-    assert "lack the price of the grid" in table.note
+    assert "have the price of the grid" not in table.note
+    report["differences"][0] |= {"price_baseline": 0.0, "price_arm": 0.01}
+    assert "have the price of the grid" in tables.verdicts(report).note
     assert "own clocks" in table.note
     assert any(row[-2] == "own" for row in tables.speedups(report).rows)
     n = len(report["arms"]) - 1

@@ -10,7 +10,7 @@ import numpy as np
 
 from ngpt_train.study.compare.end_losses import EndLosses
 from ngpt_train.study.compare.output.wording import UNITS, Report
-from ngpt_train.study.compare.phrases import MEASURED
+from ngpt_train.study.compare.phrases import MEASURED, NO_FORM
 
 RATIOS = (  # each coarser than the one before
     (0.1, 0.125, 0.2, 0.25, 0.33, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 6, 8, 12, 16, 24, 32),
@@ -181,9 +181,10 @@ def ratio_ticks(values: Sequence[float]) -> list[float]:
 
 
 def fit(report: Report, arm: str) -> tuple[list[float], list[float]] | None:
-    """The fit of the baseline's end losses, (tokens, losses); None for other arms and for one budget."""
+    """The fit of the baseline's end losses, (tokens, losses); None for other arms, one budget, and a refused fit."""
     losses = end_losses(report, arm)
-    if arm != report["baseline"] or len(losses) < 2:
+    is_refused = any(NO_FORM in (s["note"] or "") for s in report["speedups"])
+    if arm != report["baseline"] or len(losses) < 2 or is_refused:
         return None
     ends = np.array([(budget, np.mean(x), len(x)) for budget, x in losses.items()]).T
     curve = EndLosses(*ends)

@@ -104,7 +104,9 @@ def verdicts(report: Report) -> Table:
             "budgets, by a factor of 2 at most. Twice the budget: the factor by which the speed-up in tokens then "
             "changes. "
         )
-    note += f"In brackets: {percent(report['confidence'])} intervals, which lack the price of the grid (Tuning)."
+    note += f"In brackets: {percent(report['confidence'])} intervals."
+    if any("price_arm" in d for d in report["differences"]):
+        note += " They have the price of the grid (Tuning)."
     if any(s["clock"] == "own" for s in report["speedups"]):
         note += " Seconds by the runs' own clocks are marked in Speed-up."
     if OWN_NOISE in report["notes"]:
@@ -213,7 +215,7 @@ def differences(report: Report) -> Table:
     if several:
         note += "Between seeds: standard deviation of the difference at this budget. "
     note += (
-        f"Noise: standard error of the difference from seeds{', pooled over budgets,' * several} and from validation "
+        f"Noise: standard error of the difference from seeds{', mostly of this budget alone,' * several} and from validation "
         "rows beyond what differs with the seed. Resolvable: the difference that so many seeds and rows resolve in "
         f"{percent(POWER)} of the cases. Needed: what would each alone resolve the difference found as often; {DASH}: "
         "it is resolved, or no reasonable number would, or one seed does not show the noise."

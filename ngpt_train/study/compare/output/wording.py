@@ -12,7 +12,7 @@ Report = Mapping[str, Any]  # report.json
 
 UNITS = {"tokens": "tokens", "flops": "FLOPs", "seconds": "seconds"}
 HOW = {"annealed": "between annealed runs", "within_schedule": "within one schedule"}
-VERDICTS = {"better": "better", "worse": "worse", "not_resolved": "not resolved", "untuned": "untuned"}
+VERDICTS = {"not_resolved": "not resolved"} | {x: x for x in ("better", "worse", "untuned", "divergence")}
 
 
 def is_tuned(report: Report, arm: str) -> bool:
@@ -22,7 +22,8 @@ def is_tuned(report: Report, arm: str) -> bool:
 def label(report: Report, arm: str) -> str:
     """The arm's name with its stamps in a figure and on a terminal: `powernorm (untuned)`."""
     stamps = [] if is_tuned(report, arm) else ["untuned"]
-    stamps += ["not resolved"] if report["verdicts"].get(arm) == "not_resolved" else []
+    word = report["verdicts"].get(arm)
+    stamps += [VERDICTS[word]] if word in ("not_resolved", "divergence") else []
     return f"{arm} ({', '.join(stamps)})" if stamps else arm
 
 
