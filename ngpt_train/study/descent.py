@@ -6,14 +6,19 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from ngpt_train.core.files import read_json, write_json
+from ngpt_train.core.recorded import COUNT, NUMBER, TEXT, all_checked
 from ngpt_train.study.definition import LR, Study
 from ngpt_train.study.rates import At, Lattice, first_rates, next_rates
 from ngpt_train.study.tuning import Trials, Values, best_values, changed, noise_between_seeds, without
 
 GAINED, WITHIN_NOISE, OUT_OF_RUNS = "gained", "within_noise", "out_of_runs"
+FILE = "descent.json"  # in the study's directory: the phases of all arms
+_FIELDS = {"arm": TEXT, "budget": COUNT, "key": TEXT, "gain": NUMBER, "noise": NUMBER, "n_seeds": COUNT, "runs": COUNT}
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,8 @@ class Phase:
     """The tuning of one key with the others fixed.
 
     start, end: its values; where nothing gained, end is the best value tried beside the start. gain: by how much the
-    end loss fell from start to end, a mean over their n_seeds shared seeds; None if unknown. noise: between seeds, so
-    far; None if unknown. runs: made for it.
+    end loss fell from start to end, a mean over their n_seeds shared seeds; None if unknown, or if the start fails.
+    noise: between seeds, so far; None if unknown. runs: made for it.
     """
 
     key: str
@@ -51,6 +56,18 @@ class Phase:
     n_seeds: int
     runs: int
     state: str
+
+
+def write_phases(directory: Path, phases: Mapping[tuple[str, int], Sequence[Phase]]) -> None:
+    """Writes descent.json, a list of the phases with their arms and budgets."""
+    at = [({"arm": arm, "budget": budget}, phase) for (arm, budget), of in phases.items() for phase in of]
+    write_json(directory / FILE, [where | asdict(phase) for where, phase in at])
+
+
+def read_phases(directory: Path) -> list[dict[str, Any]]:
+    """The content of descent.json; empty without one. Raises DataError for a damaged file."""
+    path = directory / FILE
+    return all_checked(read_json(path), _FIELDS | {"state": TEXT}, str(path), ("arm", "key")) if path.exists() else []
 
 
 def descend(study: Study, lattice: Lattice, grids: Mapping[str, Grid], trials: Trials) -> tuple[list[At], list[Phase]]:
@@ -152,7 +169,8 @@ class _Descent:
         return sigma if degrees else None
 
     def _gain(self, start: Values, end: Values) -> tuple[float | None, int]:
-        """Infinite where a seed fails at the start alone; None where one fails at the end, or no seed is shared."""
+        """The gain and its number of seeds. Infinite where a seed fails at the start alone; None where one fails at the
+        end, or no seed is shared."""
         shared = [seed for seed in self.seen.get(start, {}) if seed in self.seen[end]]
         gains = [self.seen[start][seed] - self.seen[end][seed] for seed in shared]
         gain = statistics.fmean(gains) if gains else math.nan
@@ -160,5 +178,6 @@ class _Descent:
 
     def _say(self, key: str, start: Values, end: Values | None, n_runs: int, state: str) -> None:
         gain, n_seeds = (None, 0) if end is None else self._gain(start, end)
+        gain = None if gain == math.inf else gain
         to, runs = None if end is None else dict(end)[key], self._n_runs() - n_runs
         self.phases.append(Phase(key, dict(start)[key], to, gain, self._noise(), n_seeds, runs, state))

@@ -19,6 +19,7 @@ from ngpt_train.core.files import DirectoryLock, write_json
 from ngpt_train.study.compare.comparison import check_out
 from ngpt_train.study.cost import costs, descent_table, measure, table
 from ngpt_train.study.definition import LR, Study, hashable, read_study, write_study
+from ngpt_train.study.descent import write_phases
 from ngpt_train.study.engines import Ended, Engine, Job
 from ngpt_train.study.engines.local import local_engine, usable_cores, usable_gpus
 from ngpt_train.study.engines.slurm import slurm_engine
@@ -34,7 +35,7 @@ from ngpt_train.study.points import (
     mismatch,
 )
 from ngpt_train.study.progress_lines import ProgressLines
-from ngpt_train.study.search import next_points
+from ngpt_train.study.search import next_points, phases
 
 LOOK_SECONDS = 0.5
 REFUSED = 2  # exit code: wrong configuration
@@ -93,6 +94,8 @@ def make(
                 flush=True,
             )
             return 0
+        if found := phases(study, runs.start, runs.grids, runner.results):
+            write_phases(study.path, found)
         return then(config, study, runner.results)
     finally:
         if lock is not None:

@@ -36,7 +36,7 @@ def run(
     results: dict[Point, Result] = {}
     while wanted := next_points(of, start, grids(of), results):
         for point in [order.choice(wanted)] if order else wanted:
-            x = {k: math.log2(float(v) / (START if k == LR else 1)) for k, v in point.values if type(v) is float}  # type: ignore[arg-type]
+            x = {k: math.log2(float(v) / (START if k == LR else 1)) for k, v in point.values if type(v) is float}
             results[point] = result(point, loss(x, point))
         assert len(results) < 2000
     return results, phases(of, start, grids(of), results)

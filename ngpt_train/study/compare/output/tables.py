@@ -143,7 +143,8 @@ def tuning_of_keys(report: Report) -> Table:
         has = {key for part in ("tuned", *parts) for key in of[part]}
         lacks = [f"no {key}" for part in ("tuned", *parts) for key in of_baseline[part] if key not in has]
         not_tuned = ", ".join(filter(None, [not_tuned, *lacks]))
-        texts = (values_text(of["tuned"]), chosen, not_tuned, si(of["budget"]) if of["tuned"] else DASH)
+        at = [si(of["budget"]), *(f"{key} {si(x)}" for key, x in of.get("tuned_elsewhere", {}).items())]
+        texts = (values_text(of["tuned"]), chosen, not_tuned, ", ".join(at) if of["tuned"] else DASH)
         rows.setdefault(texts, []).append(marked(report, arm))
     words = {"chosen": "Chosen beforehand", "not_tuned": "Not tuned"}
     note = "".join(f"{words[part]} in all arms: {values_text(of)}. " for part, of in shared.items() if of)
