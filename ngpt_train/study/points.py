@@ -142,7 +142,7 @@ class Runs:
         return float(self._at(arm, budget).optim.lr)
 
     def _at(self, arm: str, budget: int, *arguments: str) -> Config:
-        return self._composed([*self._of_arm(arm), f"train.steps={self.steps(arm, budget)}", *arguments])
+        return self._composed(merged(self._of_arm(arm), [f"train.steps={self.steps(arm, budget)}"], arguments))
 
     def _first(self, arm: str, budget: int, key: str, said: Any) -> Any:
         """The first of a key's listed values, or the arm's own number, which a factor goes out from."""
@@ -173,7 +173,7 @@ class Runs:
             for power in range(1, (most - 1) // 2 + 1):
                 value = float(f"{start * factor**power:.6g}")
                 value = value if float in all_keys()[key].types else round(value)
-                if value in values or not self._allows(arm, budget, f"{key}={show(value)}"):
+                if value in (0, *values) or not self._allows(arm, budget, f"{key}={show(value)}"):
                     break
                 values.append(value)
         return Grid(tuple(values), outward=True)

@@ -202,11 +202,13 @@ def _tuning_of_keys(arm: Arm, budget: int | None, overrides: Sequence[str]) -> d
         for key, value in trial.values:
             tried.setdefault((trial.budget, key), set()).add(value)
     found: dict[str, Any] = {"budget": budget, "tuned": {}, "tuned_elsewhere": {}, "chosen": {}, "not_tuned": {}}
-    for (at, key), values in sorted(tried.items(), key=lambda entry: (entry[0][0] == budget, entry[0])):
-        if len(values) > 1 and (at == budget or key != LR):
-            numbers = all(type(value) in (int, float) for value in values)
-            found["tuned"][key], found["tuned_elsewhere"][key] = sorted(values, key=None if numbers else repr), at
-    found["tuned_elsewhere"] = {key: at for key, at in found["tuned_elsewhere"].items() if at != budget}
+    for key in sorted({key for _, key in tried}, key=lambda key: (key != LR, key)):
+        several = [at for at, of in tried if of == key and len(tried[at, key]) > 1 and (at == budget or key != LR)]
+        if several:
+            at = budget if budget in several else max(several)
+            numbers = all(type(value) in (int, float) for value in tried[at, key])
+            found["tuned"][key] = sorted(tried[at, key], key=None if numbers else repr)
+            found["tuned_elsewhere"] |= {key: at} if at != budget else {}
     if budget is None:
         return found
     config = next(iter(arm.at_best(budget).values())).run.config

@@ -1,19 +1,27 @@
-"""The descent over further keys, on planted surfaces."""
+"""The descent over further keys, on planted surfaces, and from a study's definition to its report."""
 
 import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ngpt_train.study.definition import LR, Study
-from ngpt_train.study.descent import GAINED, OUT_OF_RUNS, WITHIN_NOISE, Grid, Phase
-from ngpt_train.study.points import DONE, Point, Result
+from ngpt_train.study.compare.comparison import choose_arms, make_report
+from ngpt_train.study.compare.given_runs import gather
+from ngpt_train.study.compare.output.comparison_page import html
+from ngpt_train.study.compare.output.document import document
+from ngpt_train.study.cost import descent_table
+from ngpt_train.study.definition import LR, Study, read_stored, write_study
+from ngpt_train.study.descent import GAINED, OUT_OF_RUNS, WITHIN_NOISE, Grid, Phase, write_phases
+from ngpt_train.study.points import DONE, Point, Result, Runs, check_stored
+from ngpt_train.study.runner import Runner
 from ngpt_train.study.search import next_points, phases
 from ngpt_train.study.tuning import best_values, tunings
 from tests.unit.study.searches import START, fixed_noise, result, start, study, trials
+from tests.unit.study.small_study import YAML, FakeEngine, leave, study_of
 
 CLIP, EPS = "optim.clip_norm", "optim.eps"
 GRID = Grid((1.0, 0.5, 0.25, 0.125, 2.0, 4.0, 8.0), outward=True)
@@ -168,3 +176,70 @@ def test_the_descent_is_a_function_of_the_losses_alone(number: int) -> None:
         if best := best_values(trials(results)[budget], complete=True):
             assert len(trials(results)[budget][best]) == len(of.seeds)
     assert all(known.state == DONE or known.loss is None for known in results.values())
+
+
+OF_A_STUDY = """
+tune: {schedule.warmup_steps: 2, optim.betas: [[0.9, 0.95], [0.9, 0.99]], ngpt: {model.s_z.scale: 2}}
+descent_budget: 5120
+descent_runs: 60
+"""
+
+
+class Silent:
+    def update(self, *what: Any) -> None: ...
+
+    def say(self, line: str) -> None: ...
+
+
+def planted(runs: Runs, point: Point, attempt: int) -> tuple[int | None, str]:
+    """A warm-up of half the start's and another beta2 are better, and s_z's scale does nothing."""
+    x: dict[str, Any] = dict(point.values)
+    at_start = dict(runs.first_point(point.arm, point.budget).values)
+    loss = 3 + 0.1 * math.log2(x[LR] / at_start[LR]) ** 2 - 0.2 * (x["optim.betas"] == (0.9, 0.99))
+    loss += 0.1 * math.log2(2 * x["schedule.warmup_steps"] / 2) ** 2 - 0.1 * (point.arm == "ngpt")
+    leave(runs, point, {}, loss + 0.01 * point.seed + 1e3 / point.budget)
+    return 0, ""
+
+
+def test_from_the_definition_to_the_report(tmp_path: Path) -> None:
+    """Caught: values that the configuration refuses, such as a warm-up as long as the run; a list, or an integer, that
+    is not found again at the next start; a definition that is not read as it was written; a report without what each
+    key gained, or without the keys that one arm alone was tuned for; an option of one arm that counts as a confound."""
+    of = study_of(tmp_path, text=YAML.replace("{scale", "{schedule.warmup_steps: 2, scale") + OF_A_STUDY)
+    runs = Runs(of)
+    runs.check()
+    assert runs.grids("gpt", 5120)["schedule.warmup_steps"] == Grid((2, 1, 4, 8), outward=True)
+    assert list(runs.grids("ngpt", 5120)) == ["schedule.warmup_steps", "optim.betas", "model.s_z.scale"]
+    assert "  ngpt: optim.lr " in descent_table(of, runs)
+    write_study(of)
+    assert read_stored(of.path) == of
+    for _ in range(2):  # the second start finds all runs
+        engine = FakeEngine(runs, planted, jobs=8)
+        runner = Runner(of, runs, engine, Silent(), 0)  # type: ignore[arg-type]
+        assert runner.complete()
+    assert not engine.started
+    check_stored(of, runs)
+    write_phases(of.path, phases(of, runs.start, runs.grids, runner.results))
+
+    given = gather([of.path])
+    found, tuned, _ = choose_arms(given)
+    report = make_report(given, found, tuned, {}, [])
+    gained = [(x["arm"], x["key"], x["end"], round(x["gain"], 6)) for x in report["descent"] if x["state"] == GAINED]
+    assert gained == [
+        (arm, *of_key)
+        for arm in ("gpt", "ngpt")
+        for of_key in (("schedule.warmup_steps", 1, 0.1), ("optim.betas", [0.9, 0.99], 0.2))
+    ]
+    assert report["arms"]["gpt"]["tuned"]
+    assert report["tuning_of_keys"]["ngpt"]["tuned_elsewhere"] == {
+        "schedule.warmup_steps": 5120,
+        "optim.betas": 5120,
+        "model.s_z.scale": 5120,
+    }
+    kinds = {entry["key"]: entry["kind"] for entry in report["referee"]}
+    assert kinds["model.s_z.scale"] == "follows"
+    for text in (document(report, {}), html(report)):
+        assert "What each key gained" in text
+        assert "not tried" not in text
+        said = "both tuned for optim.lr, optim.betas, schedule.warmup_steps; ngpt alone for model.s_z.scale."
+        assert f"ngpt and gpt were {said}" in text.replace("\\", "")

@@ -284,6 +284,8 @@ def _remarks(entries: Sequence[Mapping[str, Any]]) -> str:
 def tuning(report: Report) -> Table:
     rows = []
     for t in report["tuning"]:
+        if t["state"] == "not tried" and t["key"] in report["tuning_of_keys"][t["arm"]].get("tuned_elsewhere", {}):
+            continue
         failed = sum(bool(point["failed"]) for point in t["points"])
         chosen = report["arms"][t["arm"]]["best_by_budget"].get(str(t["budget"]), {}).get(t["key"])
         state = "bracketed" if t["state"] == "bracketed" else f"untuned ({t['state']})"
