@@ -92,6 +92,8 @@ def read_arm(
     """The arm of finished runs. Of two runs with equal budget, values and seed the first counts."""
     trials: dict[tuple[int, Values, int], Trial] = {}
     notes = []
+    runs = list(runs)
+    tuned = [key for key in tuned if key == LR or any(key in run.config for run in runs)]
     for run in runs:
         budget, values, seed = budgets[run.path], values_of(run, tuned), run.seed
         reason = failure(run)

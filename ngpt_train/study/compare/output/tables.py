@@ -143,7 +143,8 @@ def tuning_of_keys(report: Report) -> Table:
         has = {key for part in ("tuned", *parts) for key in of[part]}
         lacks = [f"no {key}" for part in ("tuned", *parts) for key in of_baseline[part] if key not in has]
         not_tuned = ", ".join(filter(None, [not_tuned, *lacks]))
-        texts = (values_text(of["tuned"]), chosen, not_tuned, si(of["budget"]) if of["tuned"] else DASH)
+        at = [si(of["budget"]), *(f"{key} {si(x)}" for key, x in of.get("tuned_elsewhere", {}).items())]
+        texts = (values_text(of["tuned"]), chosen, not_tuned, ", ".join(at) if of["tuned"] else DASH)
         rows.setdefault(texts, []).append(marked(report, arm))
     words = {"chosen": "Chosen beforehand", "not_tuned": "Not tuned"}
     note = "".join(f"{words[part]} in all arms: {values_text(of)}. " for part, of in shared.items() if of)
@@ -284,6 +285,8 @@ def _remarks(entries: Sequence[Mapping[str, Any]]) -> str:
 def tuning(report: Report) -> Table:
     rows = []
     for t in report["tuning"]:
+        if t["state"] == "not tried" and t["key"] in report["tuning_of_keys"][t["arm"]].get("tuned_elsewhere", {}):
+            continue
         failed = sum(bool(point["failed"]) for point in t["points"])
         chosen = report["arms"][t["arm"]]["best_by_budget"].get(str(t["budget"]), {}).get(t["key"])
         state = "bracketed" if t["state"] == "bracketed" else f"untuned ({t['state']})"
