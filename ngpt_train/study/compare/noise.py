@@ -195,7 +195,8 @@ class Noise:
         """(2, n): how far the intervals of n estimates reach below and above them; u as in `spread`.
 
         A price is known to be 0 at least. Its estimate moves one end; what it may be beyond adds to the noise."""
-        half, u = self.spread(u).half_width(confidence), self._padded(u)
+        u = self._padded(u)
+        half = self.spread(u).half_width(confidence)
         shifts = np.stack([u[:, :, 1] - u[:, :, 0], -u[:, :, 1]], axis=2)  # (n, K + M, 2), of an estimate by the prices
         moved = np.maximum(np.stack([-shifts, shifts]), 0)  # (2, n, K + M, 2)
         estimate = np.sum(moved * self.prices[:, :, 0], axis=(2, 3))

@@ -492,12 +492,12 @@ def test_trends_and_fits() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("seeds", "sizes"), [(2, 1), (3, 4)])
-def test_a_detectable_difference_is_resolved_as_often_as_said(seeds: int, sizes: int) -> None:
-    spread = spread_of(Planted(own=0.01, n_seeds=seeds), sizes * (seeds - 1.0))
-    size, rng, drawn, count = detectable(spread, 0.95), np.random.default_rng(4), np.zeros((sizes, seeds)), 0
+@pytest.mark.parametrize("seeds", [2, 3])
+def test_a_detectable_difference_is_resolved_as_often_as_said(seeds: int) -> None:
+    spread = spread_of(Planted(own=0.01, n_seeds=seeds), seeds - 1.0)
+    size, rng, drawn, count = detectable(spread, 0.95), np.random.default_rng(4), np.zeros((1, seeds)), 0
     for _ in range(1500):
-        pair = Pair(np.geomspace(1, 8, sizes), drawn, size + rng.normal(0, 0.01 * math.sqrt(2), drawn.shape))
+        pair = Pair(np.ones(1), drawn, size + rng.normal(0, 0.01 * math.sqrt(2), drawn.shape))
         count += difference_at(pair, Noise(pair), 0, 0.95).is_resolved
     assert count / 1500 == pytest.approx(POWER, abs=0.035)
 
