@@ -216,9 +216,10 @@ def differences(report: Report) -> Table:
     if several:
         note += "Between seeds: standard deviation of the difference at this budget. "
     note += (
-        f"Noise: standard error of the difference from seeds{', mostly of this budget alone,' * several} and from validation "
-        "rows beyond what differs with the seed. Resolvable: the difference that so many seeds and rows resolve in "
-        f"{percent(POWER)} of the cases. Needed: what would each alone resolve the difference found as often; {DASH}: "
+        f"Noise: standard error of the difference from seeds{', mostly of this budget alone,' * several} and from "
+        "validation rows beyond what differs with the seed. Resolvable: the difference that so many seeds and rows "
+        f"resolve in {percent(POWER)} of the cases. Needed: what would each alone resolve the difference found as "
+        f"often; {DASH}: "
         "it is resolved, or no reasonable number would, or one seed does not show the noise."
     )
     columns = [("Arm", ARM), *((name, NUMBER) for name in names)]
