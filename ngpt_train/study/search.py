@@ -103,7 +103,8 @@ class _Arm:
 
 def _carried(key: str, value: Any, ratio: float) -> Any:
     """The value at a budget `ratio` times as large: a warm-up keeps its share of the run."""
-    return round(value * ratio) if key in ("schedule.warmup_steps", "schedule.warmup_tokens") and value else value
+    of_run = key in ("schedule.warmup_steps", "schedule.warmup_tokens") and value
+    return max(1, round(value * ratio)) if of_run else value
 
 
 def _finished(study: Study, arm: str, results: Mapping[Point, Result]) -> dict[Point, float]:
