@@ -83,7 +83,8 @@ def rehearsal(study: Study, runs: Runs, far: bool = False) -> dict[Point, Result
             }
             values: dict[str, Any] = dict(point.values)
             octaves = [log2(values[k] / start[k]) for k in (LR, *grids) if k == LR or grids[k].outward]
-            octaves += [grid.values.index(values[k]) for k, grid in grids.items() if not grid.outward]
+            listed = [(values[k], grid.values) for k, grid in grids.items() if not grid.outward]
+            octaves += [of.index(value) for value, of in listed if value in of]  # a carried warm-up is no longer in it
             loss = 9 + 0.05 * sum(-x if far else x**2 for x in octaves) + 0.003 * study.seeds.index(point.seed)
             results[point] = Result(point, DONE, loss, "", Path())
     return results

@@ -6,6 +6,7 @@ No heavy import stands here, so mistakes are reported at once.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -250,14 +251,8 @@ def text_of(value: Value) -> str:
 
 def tree_of(study: Study) -> dict[str, Any]:
     """The content of study.yaml, with its secrets."""
-    return {name: _plain(value) for name, value in asdict(study).items() if name not in ("name", "root")}
-
-
-def _plain(value: Any) -> Any:
-    """The value with lists for its tuples, as YAML has it."""
-    if isinstance(value, dict):
-        return {key: _plain(x) for key, x in value.items()}
-    return [_plain(x) for x in value] if isinstance(value, (list, tuple)) else value
+    tree = {name: value for name, value in asdict(study).items() if name not in ("name", "root")}
+    return dict(json.loads(json.dumps(tree)))  # with lists for tuples
 
 
 def write_study(study: Study) -> None:

@@ -70,19 +70,21 @@ def read_phases(directory: Path) -> list[dict[str, Any]]:
     return all_checked(read_json(path), _FIELDS | {"state": TEXT}, str(path), ("arm", "key")) if path.exists() else []
 
 
-def descend(study: Study, lattice: Lattice, grids: Mapping[str, Grid], trials: Trials) -> tuple[list[At], list[Phase]]:
-    """The runs that the descent needs and `trials` lacks, and the phases before them.
+def descend(
+    study: Study, lattice: Lattice, grids: Mapping[str, Grid], start: Values, losses: Trials
+) -> tuple[list[At], Trials, list[Phase]]:
+    """The runs that a descent from `start` needs and `losses` lacks; the trials and the phases before them.
 
-    trials: of a budget, not empty; the first values are where the descent begins. The descent is made anew from the
-    losses that it asked for, in its own order. So no other loss and no later one changes what it has done.
+    The descent is made anew from the losses that it asks for, in its own order. So no other loss and no later one
+    changes what it has done.
     """
     descent = _Descent(study, lattice, grids)
-    for batch in descent.phases_from(next(iter(trials))):
-        if missing := [(values, seed) for values, seed in batch if seed not in trials.get(values, {})]:
-            return missing, descent.phases
+    for batch in descent.phases_from(start):
+        if missing := [(values, seed) for values, seed in batch if seed not in losses.get(values, {})]:
+            return missing, descent.seen, descent.phases
         for values, seed in batch:
-            descent.seen.setdefault(values, {})[seed] = trials[values][seed]
-    return [], descent.phases
+            descent.seen.setdefault(values, {})[seed] = losses[values][seed]
+    return [], descent.seen, descent.phases
 
 
 class _Descent:

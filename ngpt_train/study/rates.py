@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 from ngpt_train.config.architectures import all_keys
 from ngpt_train.study.definition import LR, Study
@@ -44,13 +45,18 @@ def next_rates(study: Study, lattice: Lattice, trials: Trials, sigma: float) -> 
     return [(changed(best, LR, lr), first) for lr in [lr for lr in outwards if lr is not None][:room]]
 
 
+@cache
+def _highest() -> float:
+    """The highest rate that the key allows. Building all keys takes a millisecond, too long for each lattice."""
+    return all_keys()[LR].maximum or math.inf
+
+
 class Lattice:
     """The tried learning rates: the recipe's times whole powers of the factor. They have six digits, like the names of
     runs, so studies share them."""
 
     def __init__(self, start: float, factor: float) -> None:
         self.start, self._factor = start, factor
-        self._highest = all_keys()[LR].maximum or math.inf
 
     def below(self, lr: float) -> float:
         """The highest rate below `lr`. `lr` itself may lie between two rates."""
@@ -58,7 +64,7 @@ class Lattice:
 
     def above(self, lr: float) -> float | None:
         rate = self._at(math.floor(self._power(lr) + 1e-4) + 1)
-        return rate if rate <= self._highest else None
+        return rate if rate <= _highest() else None
 
     def nearest(self, lr: float) -> float:
         return self._at(round(self._power(lr)))

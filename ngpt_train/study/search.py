@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from ngpt_train.study.definition import LR, Study
 from ngpt_train.study.descent import Grid, Phase, descend
@@ -31,7 +32,7 @@ def phases(
     return {
         (arm, budget): found
         for arm in study.arms
-        for budget, found in _Arm(study, arm, starts, grids, results).phases().items()
+        for budget, found in _Arm(study, arm, starts, grids, results).phases.items()
     }
 
 
@@ -41,9 +42,11 @@ class _Arm:
 
     def __init__(self, study: Study, arm: str, starts: Starts, grids: Grids, results: Mapping[Point, Result]) -> None:
         self._study, self._arm, self._starts, self._grids = study, arm, starts, grids
-        self._known: dict[int, Trials] = {budget: {} for budget in study.search_order}
-        self.wanted: list[Point] = []
+        self._known, self._losses = ({budget: Trials() for budget in study.search_order} for _ in range(2))
+        self.phases: dict[int, list[Phase]] = {}  # of the descent at a budget, so far
         finished = _finished(study, arm, results)
+        for point, loss in finished.items():
+            self._losses[point.budget].setdefault(point.values, {})[point.seed] = loss
         while True:
             batch = self._round()
             self.wanted = [point for point in batch if point not in finished]
@@ -53,10 +56,6 @@ class _Arm:
                 break
             for point in added:
                 self._known[point.budget].setdefault(point.values, {})[point.seed] = finished[point]
-
-    def phases(self) -> dict[int, list[Phase]]:
-        begun = [budget for budget, trials in self._known.items() if trials and self._keys(budget)]
-        return {b: descend(self._study, self._lattice(b), self._keys(b), self._known[b])[1] for b in begun}
 
     def _keys(self, budget: int) -> Mapping[str, Grid]:
         """The further keys that are tuned at the budget."""
@@ -80,20 +79,32 @@ class _Arm:
         return points
 
     def _next_of_budget(self, budget: int) -> list[At]:
-        lattice, trials, keys = self._lattice(budget), self._known[budget], self._keys(budget)
-        if keys and (missing := descend(self._study, lattice, keys, trials)[0]):
-            return missing
+        lattice, trials, losses = self._lattice(budget), self._known[budget], self._losses[budget]
+        if keys := self._keys(budget):
+            start = next(iter(trials))
+            missing, seen, self.phases[budget] = descend(self._study, lattice, keys, start, losses)
+            if new := missing or [(x, seed) for x, of in seen.items() for seed in of if seed not in trials.get(x, {})]:
+                return new
         sigma, _ = noise_between_seeds(self._known.values())
         return next_rates(self._study, lattice, trials, sigma)
 
     def _beginning(self, budget: int, earlier: Mapping[int, Trials]) -> list[At]:
-        """The first points of a budget. The further keys have the best values of the earlier budgets, or their
+        """The first points of a budget. The further keys have the best values of the last budget before, or their
         starts."""
-        bests = [best for trials in earlier.values() if (best := best_values(trials))]
-        starts = {} if bests else {key: grid.values[0] for key, grid in self._grids(self._arm, budget).items()}
-        lattice = self._lattice(budget)
+        lattice, bests = self._lattice(budget), {b: x for b, trials in earlier.items() if (x := best_values(trials))}
         lr = lattice.nearest(_expected_lr(budget, earlier) or lattice.start)
-        return first_rates(self._study, lattice, sorted_values((dict(bests[-1]) if bests else starts) | {LR: lr}))
+        if bests:
+            at, best = list(bests.items())[-1]
+            centre = {key: _carried(key, value, budget / at) for key, value in best}
+        else:
+            centre = {key: grid.values[0] for key, grid in self._grids(self._arm, budget).items()}
+        return first_rates(self._study, lattice, sorted_values(centre | {LR: lr}))
+
+
+def _carried(key: str, value: Any, ratio: float) -> Any:
+    """The value at a budget `ratio` times as large: a warm-up keeps its share of the run."""
+    of_run = key in ("schedule.warmup_steps", "schedule.warmup_tokens") and value
+    return max(1, round(value * ratio)) if of_run else value
 
 
 def _finished(study: Study, arm: str, results: Mapping[Point, Result]) -> dict[Point, float]:

@@ -218,6 +218,8 @@ def test_from_the_definition_to_the_report(tmp_path: Path) -> None:
         runner = Runner(of, runs, engine, Silent(), 0)  # type: ignore[arg-type]
         assert runner.complete()
     assert not engine.started
+    carried = {dict(point.values)["schedule.warmup_steps"] for point in runner.results if point.budget == 25600}
+    assert carried == {5}  # the share of the run that 1 of 10 steps is
     check_stored(of, runs)
     write_phases(of.path, phases(of, runs.start, runs.grids, runner.results))
 
