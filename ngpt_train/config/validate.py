@@ -339,7 +339,7 @@ def show(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return "[" + ",".join(show(x) for x in value) + "]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name}: {show(x)}" for name, x in value.items()) + "}"

@@ -6,11 +6,12 @@ import multiprocessing
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import log2
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
@@ -18,7 +19,7 @@ from ngpt_train.core.launcher import end_with_parent
 from ngpt_train.observe.console import format_count
 from ngpt_train.study.definition import LR, Study
 from ngpt_train.study.points import DONE, Point, Result, Runs
-from ngpt_train.study.tuning import next_points
+from ngpt_train.study.search import next_points, phases
 
 MEASURE_SECONDS = 300.0  # for all arms; arms not timed by then have no hours
 TOKENS = 16_384  # of a micro batch at most, as with train.micro_rows=auto
@@ -53,8 +54,9 @@ class Cost:
 
 def costs(study: Study, runs: Runs, sizes: Mapping[str, ArmSize]) -> list[Cost]:
     """The lines of the table. A rehearsal with made-up losses counts the runs of the tuning."""
-    expected = rehearsal(study, runs.start, lambda octaves: octaves**2)
-    most = rehearsal(study, runs.start, lambda octaves: -octaves)
+    expected, most = (
+        Counter((point.arm, point.budget) for point in rehearsal(study, runs, far)) for far in (False, True)
+    )
     lines = []
     for arm, size in sizes.items():
         for budget in study.budgets:
@@ -70,21 +72,40 @@ def costs(study: Study, runs: Runs, sizes: Mapping[str, ArmSize]) -> list[Cost]:
     return lines
 
 
-def rehearsal(
-    study: Study, starts: Callable[[str, int], float], loss_of: Callable[[float], float]
-) -> Counter[tuple[str, int]]:
-    """The number of runs by (arm, budget), if losses depend like `loss_of` on the octaves between lr and the recipe's
-    lr."""
+def rehearsal(study: Study, runs: Runs, far: bool = False) -> dict[Point, Result]:
+    """All runs of the study, if the losses have their lowest point where each search begins, or far from there."""
     results: dict[Point, Result] = {}
-    while wanted := next_points(study, starts, results):
+    while wanted := next_points(study, runs.start, runs.grids, results):
         for point in wanted:
-            values = dict(point.values)
-            loss = 3 + 0.05 * loss_of(log2(float(str(values[LR])) / starts(point.arm, point.budget)))
-            for key, listed in study.listed.items():
-                loss += 0.01 * listed.index(values[key])
-            loss += 0.003 * study.seeds.index(point.seed)
+            first, grids = study.search_order[0], runs.grids(point.arm, study.search_order[0])
+            start: dict[str, Any] = dict(runs.first_point(point.arm, first).values) | {
+                LR: runs.start(point.arm, point.budget)
+            }
+            values: dict[str, Any] = dict(point.values)
+            octaves = [log2(values[k] / start[k]) for k in (LR, *grids) if k == LR or grids[k].outward]
+            listed = [(values[k], grid.values) for k, grid in grids.items() if not grid.outward]
+            octaves += [of.index(value) for value, of in listed if value in of]  # a carried warm-up is no longer in it
+            loss = 9 + 0.05 * sum(-x if far else x**2 for x in octaves) + 0.003 * study.seeds.index(point.seed)
             results[point] = Result(point, DONE, loss, "", Path())
-    return Counter((point.arm, point.budget) for point in results)
+    return results
+
+
+def descent_table(study: Study, runs: Runs) -> str:
+    """The phases of each arm at the first budget with further keys, if no key gains; empty without such keys."""
+    budget = study.search_order[0]
+    found = phases(study, runs.start, runs.grids, rehearsal(study, runs))
+    lines = [
+        f"  {arm}: {', '.join(f'{phase.key} {phase.runs}' for phase in found[arm, budget])}"
+        for arm in study.arms
+        if (arm, budget) in found
+    ]
+    where = "" if study.descent_budget else ", and likewise at the others"
+    first = (
+        f"Runs of each phase at {format_count(budget)} tokens{where}, if no key gains. A key that gains takes more of "
+    )
+    first += "its values and seeds, and another cycle through rate and keys"
+    first += f", up to {study.descent_runs} runs of an arm." if study.descent_runs else "."
+    return "\n".join([first, *lines]) if lines else ""
 
 
 def measure(configs: Mapping[str, Config], threads: int, here: bool = True) -> dict[str, ArmSize]:
@@ -191,7 +212,7 @@ def table(study: Study, lines: Sequence[Cost], sizes: Mapping[str, ArmSize], job
         for all_of, word in ((study.arms, "arm"), (study.budgets, "budget"), (study.seeds, "seed"))
     )
     notes = [
-        f"{study.name}: {arms}, {budgets}, {seeds}; tuned: {', '.join(study.tune)}; baseline {study.baseline}",
+        f"{study.name}: {arms}, {budgets}, {seeds}; tuned: {', '.join(study.tuned_keys)}; baseline {study.baseline}",
         "",
         *("  ".join(row) for row in zip(*columns, strict=True)),
         "",

@@ -6,8 +6,9 @@ No heavy import stands here, so mistakes are reported at once.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,13 +19,13 @@ import yaml
 from ngpt_train.config.architectures import all_keys
 from ngpt_train.config.arguments import is_of_study
 from ngpt_train.config.sections.studies import StudyConfig
-from ngpt_train.config.validate import check_leaf, did_you_mean, mistake, nearest, show
+from ngpt_train.config.validate import check_leaf, did_you_mean, mistake, nearest, show, unknown_key
 from ngpt_train.config.yaml_files import Files, parse_row
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_yaml_text, write_atomically
 from ngpt_train.core.secrets import command_of, redacted
 
-Value = float | int | str | bool | None  # of a tuned key
+Value = float | int | str | bool | tuple[Any, ...] | None  # of a tuned key
 
 FILE = "study.yaml"
 LR = "optim.lr"
@@ -55,12 +56,16 @@ class Study:
     arms: dict[str, tuple[str, ...]]
     shared: tuple[str, ...]
     budgets: tuple[int, ...]  # tokens, ascending
-    tune: dict[str, Any]  # optim.lr first: the factor between neighbours. Of a further key the tuple of its values
+    # optim.lr first: the factor between neighbours. A further key: such a factor, or the tuple of its values. An arm:
+    # the mapping of further keys that it alone is tuned for.
+    tune: dict[str, Any]
     seeds: tuple[int, ...]
     metric: str = "loss"  # or bits_per_byte
     confidence: float = 0.95
     max_points: int = 9  # values of a key at most, for an arm and budget
     refine: bool = True  # also rates of the factor's root, around the best one
+    descent_budget: int | None = None  # where the further keys are tuned; None: at each budget
+    descent_runs: int | None = None  # of an arm at a budget, after which no further key is tried
     options: tuple[str, ...] = ()  # --config-dir DIR, --plugin DIR: of the study and of its runs
     command: str = ""  # the command that started the study
 
@@ -73,9 +78,20 @@ class Study:
         return self.path / "runs"
 
     @property
-    def listed(self) -> dict[str, tuple[Value, ...]]:
-        """The values of the further tuned keys."""
-        return {key: values for key, values in self.tune.items() if key != LR}
+    def search_order(self) -> tuple[int, ...]:
+        """The budgets in the order in which an arm is tuned at them."""
+        first = () if self.descent_budget is None else (self.descent_budget,)
+        return (*first, *(budget for budget in self.budgets if budget not in first))
+
+    def keys_of(self, arm: str) -> dict[str, Any]:
+        """The further keys that the arm is tuned for, each with its factor or the tuple of its values."""
+        own = self.tune.get(arm, {})
+        return {key: grid for key, grid in {**self.tune, **own}.items() if key != LR and not isinstance(grid, dict)}
+
+    @property
+    def tuned_keys(self) -> list[str]:
+        """The keys that any arm is tuned for."""
+        return list(dict.fromkeys([LR, *(key for arm in self.arms for key in self.keys_of(arm))]))
 
     @property
     def config_dir(self) -> str | None:
@@ -121,14 +137,15 @@ def read_study(
         near = did_you_mean(nearest(baseline, arms))
         raise mistake(f"study.baseline={baseline}: no arm of that name{near}", f"Arms: {', '.join(arms)}")
     given = [argument for argument in arguments if not is_of_study(argument)]
-    tune = _tuned(config.tune)
+    tune = _tuned(config.tune, arms)
     shared = _row(config.shared, groups, f"in shared of study={chosen}")
     for place, row in {"": given, "in shared": shared, **{f"in arm {arm}": row for arm, row in arms.items()}}.items():
         for argument in row:
             if why := _DECIDED.get(name_of(argument)):
                 raise mistake(f"{argument}: not for the runs of a study: {why}", "Leave it out", place=place)
+    of_arms = [grid for grid in tune.values() if isinstance(grid, dict)]
     for argument in given:
-        if name_of(argument) in tune:
+        if name_of(argument) in tune or any(name_of(argument) in keys for keys in of_arms):
             raise mistake(f"{argument}: it is tuned", "Leave it out; study.tune, in a YAML file, says how it is tuned")
         for arm, row in arms.items():
             if own := [said for said in row if name_of(said) == name_of(argument)]:
@@ -139,6 +156,7 @@ def read_study(
             raise mistake(f"study.{key}=[]: empty, and no run is asked for", f"For example study.{key}={example}")
         if len(set(values)) < len(values):
             raise mistake(f"study.{key}={show(values)}: one of them is there twice", "Name each once")
+    _check_descent(config, tune)
     return Study(
         name=name,
         root=Path(config.root).expanduser(),
@@ -152,6 +170,8 @@ def read_study(
         confidence=config.confidence,
         max_points=config.max_points,
         refine=_as_begun(Path(config.root).expanduser() / name) if config.refine is None else config.refine,
+        descent_budget=config.descent_budget,
+        descent_runs=config.descent_runs,
         options=tuple(options),
         command=command_of(verb, [*arguments, *options]),
     )
@@ -174,22 +194,53 @@ def _row(content: Any, groups: Mapping[str, Sequence[str]], place: str) -> tuple
     return row
 
 
-def _tuned(table: Mapping[str, Any]) -> dict[str, Any]:
+def _tuned(table: Mapping[str, Any], arms: Collection[str]) -> dict[str, Any]:
     """`study.tune`. optim.lr comes first and is always tuned. Raises ConfigError."""
     tuned: dict[str, Any] = {LR: float(table.get(LR, 2.0))}
-    keys = all_keys()
-    for name, values in table.items():
-        if name == LR:
-            continue
-        for value in values:
-            if name not in keys or not keys[name].choices or value not in (keys[name].choices or ()):
-                check_leaf(name, value, keys, "in study.tune")
-        if why := _DECIDED.get(name):
-            raise mistake(f"study.tune: {name}: {why}", "Leave it out")
-        if len({text_of(value) for value in values}) < len(values):
-            raise mistake(f"study.tune: {name}: {show(list(values))} has a value twice", "Name each once")
-        tuned[name] = tuple(values)
+    for name, grid in table.items():
+        if isinstance(grid, Mapping):
+            if name not in arms:
+                near = did_you_mean(nearest(name, arms))
+                raise mistake(f"study.tune: {name}: no arm of that name{near}", f"Arms: {', '.join(arms)}")
+            tuned[name] = {key: _grid(key, of_key) for key, of_key in grid.items()}
+            if twice := [key for key in tuned[name] if key in table]:
+                raise mistake(f"study.tune: {name}: {twice[0]} is tuned for all arms", "Name it once")
+        elif name != LR:
+            tuned[name] = _grid(name, grid)
     return tuned
+
+
+def _check_descent(config: StudyConfig, tune: Mapping[str, Any]) -> None:
+    """Raises ConfigError for settings of the descent that fit no budget, or have nothing to tune."""
+    at = config.descent_budget
+    if at is not None and at not in config.budgets:
+        raise mistake(f"study.descent_budget={at}: none of study.budgets={show(config.budgets)}", "Name one of them")
+    for name, value in (("descent_budget", at), ("descent_runs", config.descent_runs)):
+        if value is not None and len(tune) == 1:
+            problem = f"study.{name}={value}: no key beside {LR} is tuned"
+            raise mistake(problem, "Leave it out, or name further keys in study.tune")
+
+
+def _grid(name: str, grid: Any) -> Any:
+    """The factor of a tuned key, or the tuple of its values. Raises ConfigError."""
+    keys = all_keys()
+    if why := _DECIDED.get(name):
+        raise mistake(f"study.tune: {name}: {why}", "Leave it out")
+    if not isinstance(grid, list):
+        if name not in keys:
+            raise unknown_key(name, show(grid), keys, place="in study.tune")
+        return float(grid)
+    for value in grid:
+        if name not in keys or not keys[name].choices or value not in (keys[name].choices or ()):
+            check_leaf(name, value, keys, "in study.tune")
+    if len({text_of(value) for value in grid}) < len(grid):
+        raise mistake(f"study.tune: {name}: {show(grid)} has a value twice", "Name each once")
+    return hashable(grid)
+
+
+def hashable(value: Any) -> Any:
+    """The value with tuples for its lists."""
+    return tuple(map(hashable, value)) if isinstance(value, list) else value
 
 
 def text_of(value: Value) -> str:
@@ -200,8 +251,8 @@ def text_of(value: Value) -> str:
 
 def tree_of(study: Study) -> dict[str, Any]:
     """The content of study.yaml, with its secrets."""
-    tune = study.tune | {key: list(values) for key, values in study.listed.items()}
-    return {name: value for name, value in asdict(study).items() if name not in ("name", "root")} | {"tune": tune}
+    tree = {name: value for name, value in asdict(study).items() if name not in ("name", "root")}
+    return dict(json.loads(json.dumps(tree)))  # with lists for tuples
 
 
 def write_study(study: Study) -> None:
@@ -223,12 +274,17 @@ def read_stored(directory: Path) -> Study:
             arms={str(arm): tuple(map(str, row)) for arm, row in tree["arms"].items()},
             shared=tuple(map(str, tree["shared"])),
             budgets=tuple(map(int, tree["budgets"])),
-            tune={str(key): x if key == LR else tuple(x) for key, x in tree["tune"].items()},
+            tune={
+                str(key): {k: hashable(x) for k, x in grid.items()} if isinstance(grid, dict) else hashable(grid)
+                for key, grid in tree["tune"].items()
+            },
             seeds=tuple(map(int, tree["seeds"])),
             metric=str(tree["metric"]),
             confidence=float(tree["confidence"]),
             max_points=int(tree["max_points"]),
             refine=bool(tree.get("refine", False)),  # older studies kept to the factor
+            descent_budget=tree.get("descent_budget"),
+            descent_runs=tree.get("descent_runs"),
             options=tuple(map(str, tree["options"])),
             command=str(tree["command"]),
         )

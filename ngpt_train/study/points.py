@@ -4,13 +4,16 @@ and whether it equals a run of another study or of the study that has begun in t
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from ngpt_train.config.architectures import all_keys
 from ngpt_train.config.compose import load_config
 from ngpt_train.config.keys import TABLES
 from ngpt_train.config.schema import Config
@@ -20,6 +23,7 @@ from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json
 from ngpt_train.core.recorded import TEXT, Record, checked, read_end, read_records
 from ngpt_train.study.definition import FILE, LR, SAME_BUDGET, Study, Value, merged, read_stored, text_of, tree_of
+from ngpt_train.study.descent import Grid
 
 DONE, FAILED, UNFINISHED, WAITING = "done", "failed", "unfinished", "waiting"
 FAILURES = "failures"  # directory of a study with FAILURES/<run>.json for each run that crashed too often
@@ -84,6 +88,7 @@ class Runs:
         self.steps = cache(self._steps)
         self.config = cache(self._config)
         self.start = cache(self._start)
+        self.grids = cache(self._grids)
 
     def directory(self, point: Point) -> Path:
         return self.study.runs / point.directory
@@ -102,7 +107,8 @@ class Runs:
 
     def first_point(self, arm: str, budget: int) -> Point:
         """The point with the recipe's learning rate, the first value of each further key, and the first seed."""
-        values = {LR: self.start(arm, budget), **{key: values[0] for key, values in self.study.listed.items()}}
+        values = {LR: self.start(arm, budget)}
+        values |= {key: self._first(arm, budget, key, said) for key, said in self.study.keys_of(arm).items()}
         return Point(arm, budget, tuple(sorted(values.items())), self.study.seeds[0])
 
     def check(self) -> None:
@@ -123,7 +129,8 @@ class Runs:
             raise mistake(problem, f"Budgets within {SAME_BUDGET:.0%} of each other are one: name it once")
         first = self.first_point(arm, budget)
         self.config(first)
-        for key, value in [(key, value) for key, values in self.study.listed.items() for value in values[1:]]:
+        listed = {key: said for key, said in self.study.keys_of(arm).items() if isinstance(said, tuple)}
+        for key, value in [(key, value) for key, values in listed.items() for value in values[1:]]:
             self.config(replace(first, values=tuple(sorted((dict(first.values) | {key: value}).items()))))
         return steps
 
@@ -132,7 +139,51 @@ class Runs:
 
     def _start(self, arm: str, budget: int) -> float:
         """The learning rate of the arm's recipe at this budget."""
-        return float(self._composed([*self._of_arm(arm), f"train.steps={self.steps(arm, budget)}"]).optim.lr)
+        return float(self._at(arm, budget).optim.lr)
+
+    def _at(self, arm: str, budget: int, *arguments: str) -> Config:
+        return self._composed(merged(self._of_arm(arm), [f"train.steps={self.steps(arm, budget)}"], arguments))
+
+    def _first(self, arm: str, budget: int, key: str, said: Any) -> Any:
+        """The first of a key's listed values, or the arm's own number, which a factor goes out from."""
+        if isinstance(said, tuple):
+            return said[0]
+        try:
+            value = attrgetter(key)(self._at(arm, budget))
+        except AttributeError:
+            fix = f"Name it below the arms that have it: {{NAME: {{{key}: {said:g}}}}}"
+            raise mistake(f"study.tune: {key}: arm {arm} has no such key", fix) from None
+        if type(value) not in (int, float) or value <= 0:
+            fix = f"Set {key} to a number above 0 in the arm, or list the values to try"
+            raise mistake(f"study.tune: {key}: {show(value)} of arm {arm} is no number to multiply by {said:g}", fix)
+        return value
+
+    def _grids(self, arm: str, budget: int) -> dict[str, Grid]:
+        return {key: self._grid(arm, budget, key, said) for key, said in self.study.keys_of(arm).items()}
+
+    def _grid(self, arm: str, budget: int, key: str, said: Any) -> Grid:
+        """A key's values. By a factor: as far on both sides as the configuration allows, in six digits, like names of
+        runs."""
+        most = self.study.max_points
+        if isinstance(said, tuple):
+            return Grid(said[:most])
+        start = self._first(arm, budget, key, said)
+        values = [start]
+        for factor in (1 / said, said):
+            for power in range(1, (most - 1) // 2 + 1):
+                value = float(f"{start * factor**power:.6g}")
+                value = value if float in all_keys()[key].types else round(value)
+                if value in (0, *values) or not self._allows(arm, budget, f"{key}={show(value)}"):
+                    break
+                values.append(value)
+        return Grid(tuple(values), outward=True)
+
+    def _allows(self, arm: str, budget: int, argument: str) -> bool:
+        try:
+            self._at(arm, budget, argument)
+        except ConfigError:
+            return False
+        return True
 
     def _steps(self, arm: str, budget: int) -> int:
         """Steps of `budget` tokens, rounded to whole steps."""
@@ -264,17 +315,20 @@ def check_stored(study: Study, runs: Runs) -> None:
         return  # the first runs could not begin, with a wrong data.path for example
     lines = [*_changed(stored, study), *_changed_arms(stored, study, runs)]
     if lines:
-        fix = "A study that has begun takes more arms, budgets and seeds, a larger study.max_points, and "
-        fix += "study.refine=true. For anything else choose another study.name: it shares the runs that stay the same."
+        fix = "A study that has begun takes more arms, budgets and seeds, larger study.max_points and "
+        fix += "study.descent_runs, and study.refine=true. For anything else choose another study.name: it shares the "
+        fix += "runs that stay the same."
         raise mismatch(f"study.name={study.name}: {study.path} holds another study", lines, fix)
 
 
 def _changed(stored: Study, study: Study) -> list[str]:
     """The differences between the stored definition and this one that are not allowed."""
     old, new = tree_of(stored), tree_of(study)
-    names = [name for name in ("baseline", "metric", "confidence", "tune") if old[name] != new[name]]
+    names = ["baseline", "metric", "confidence", "tune", "descent_budget"]
+    names = [name for name in names if old[name] != new[name]]
     names += ["max_points"] if study.max_points < stored.max_points else []
     names += ["refine"] if study.refine < stored.refine else []
+    names += ["descent_runs"] if (study.descent_runs or math.inf) < (stored.descent_runs or math.inf) else []
     lines = [f"study.{name}: {show(old[name])} -> {show(new[name])}" for name in names]
     if missing := [budget for budget in stored.budgets if budget not in study.budgets]:
         lines.append(f"study.budgets: {show(list(stored.budgets))} -> {show(list(study.budgets))}, without {missing}")

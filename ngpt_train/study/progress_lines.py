@@ -153,7 +153,7 @@ def best_so_far(study: Study, arm: str, results: Mapping[Point, Result]) -> str:
                 trials.setdefault(point.values, {})[point.seed] = loss
         if best := best_values(trials):
             losses = trials[best].values()
-            values = " ".join(f"{key.rpartition('.')[2]}={text_of(value)}" for key, value in best)
+            values = " ".join(f"{key.removeprefix('optim.')}={text_of(value)}" for key, value in best)
             mean = sum(losses) / len(losses)
             at = f"{study.metric} {mean:.4f} at {format_count(budget)} tokens with {values}"
             return f"{at} ({len(losses)} of {len(study.seeds)} seeds)"

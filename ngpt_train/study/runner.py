@@ -17,8 +17,9 @@ from ngpt_train.config.validate import did_you_mean, mistake, nearest, show
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import DirectoryLock, write_json
 from ngpt_train.study.compare.comparison import check_out
-from ngpt_train.study.cost import costs, measure, table
-from ngpt_train.study.definition import Study, read_study, write_study
+from ngpt_train.study.cost import costs, descent_table, measure, table
+from ngpt_train.study.definition import LR, Study, hashable, read_study, write_study
+from ngpt_train.study.descent import write_phases
 from ngpt_train.study.engines import Ended, Engine, Job
 from ngpt_train.study.engines.local import local_engine, usable_cores, usable_gpus
 from ngpt_train.study.engines.slurm import slurm_engine
@@ -34,7 +35,7 @@ from ngpt_train.study.points import (
     mismatch,
 )
 from ngpt_train.study.progress_lines import ProgressLines
-from ngpt_train.study.tuning import next_points
+from ngpt_train.study.search import next_points, phases
 
 LOOK_SECONDS = 0.5
 REFUSED = 2  # exit code: wrong configuration
@@ -73,7 +74,10 @@ def make(
             engine = slurm_engine(config.study, study.path, is_used=not config.study.dry_run)
         sizes = measure(configs, engine.threads, is_here)
         expected = costs(study, runs, sizes)
-        print(table(study, expected, sizes, engine.jobs), flush=True)
+        print(
+            "\n\n".join(filter(None, [table(study, expected, sizes, engine.jobs), descent_table(study, runs)])),
+            flush=True,
+        )
         if lock is None:
             return 0
         write_study(study)
@@ -90,6 +94,8 @@ def make(
                 flush=True,
             )
             return 0
+        if found := phases(study, runs.start, runs.grids, runner.results):
+            write_phases(study.path, found)
         return then(config, study, runner.results)
     finally:
         if lock is not None:
@@ -192,7 +198,8 @@ class Runner:
                 if not name.startswith(f"{arm}-{budget}-"):
                     continue
                 stored = read_yaml(path)
-                values = tuple(sorted((key, attrgetter(key)(stored)) for key in self.study.tune))
+                keys = (LR, *self.study.keys_of(arm))
+                values = tuple(sorted((key, hashable(attrgetter(key)(stored))) for key in keys))
                 point = Point(arm, budget, values, stored.run.seed)
                 if point.directory == name and not differences(stored, self.runs.config(point)):
                     points.append(point)
@@ -223,7 +230,7 @@ class Runner:
         self._look([point for point in self._points if point in self._awaited])
         while self._known != len(self.results):
             self._known = len(self.results)
-            points = next_points(self.study, self.runs.start, self.results)
+            points = next_points(self.study, self.runs.start, self.runs.grids, self.results)
             self._points = sorted(points, key=lambda point: point.budget)
             held = {job.point for job in self.engine.running()}
             self._look([point for point in self._points if point not in held])

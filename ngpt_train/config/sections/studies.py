@@ -26,13 +26,21 @@ def _problem_of_arms(arms: Mapping[Any, Any]) -> str | None:
     return None
 
 
-def _problem_of_tuned(tuned: Mapping[Any, Any]) -> str | None:
+def _problem_of_tuned(tuned: Mapping[Any, Any], arm: str = "") -> str | None:
     for name, grid in tuned.items():
+        place = f"{arm}: {name}" if arm else name
+        if arm and name == "optim.lr":
+            return f"{place}: the factor of optim.lr is the same for all arms"
+        if isinstance(grid, Mapping) and not arm:
+            if problem := _problem_of_tuned(grid, name):
+                return problem
+            continue
+        factor = "a factor from 1.05 to 100 between neighbours of its grid, such as 2"
         is_factor = type(grid) in (int, float)
-        if name == "optim.lr" and not (is_factor and 1.05 <= grid <= 100):
-            return f"optim.lr: {grid!r} is not a factor from 1.05 to 100 between neighbours of its grid, such as 2"
-        if name != "optim.lr" and not (isinstance(grid, list) and len(grid) > 1):
-            return f"{name}: {grid!r} is not a list of two values or more to try, such as [0.03, 0.1, 0.3]"
+        if (is_factor and not 1.05 <= grid <= 100) or (name == "optim.lr" and not is_factor):
+            return f"{place}: {grid!r} is not {factor}"
+        if not is_factor and not (isinstance(grid, list) and len(grid) > 1):
+            return f"{place}: {grid!r} is not {factor}, nor a list of two values or more to try, such as [0.03, 0.1]"
     return None
 
 
@@ -87,9 +95,22 @@ class StudyConfig(VerbKeys):
     )
     tune: dict[str, Any] = key(
         {"optim.lr": 2},
-        "What is tuned for each arm at each budget. optim.lr, always: the factor between neighbours of its grid, which "
-        "has the recipe's value in it. Further keys: the values to try.",
-        table=Table(_problem_of_tuned, "{optim.lr: 2, optim.weight_decay: [0.03, 0.1, 0.3]}", _IN_YAML),
+        "What is tuned for each arm. optim.lr, always and at each budget: the factor between neighbours of its grid, "
+        "which has the recipe's value in it. Further keys, one after the other: such a factor around the arm's own "
+        "number, or the values to try. By the name of an arm: keys that it alone is tuned for.",
+        table=Table(_problem_of_tuned, "{optim.lr: 2, optim.betas: [[0.9, 0.95], [0.9, 0.99]]}", _IN_YAML),
+    )
+    descent_budget: Union[int, None] = key(
+        None,
+        "The budget at which the further keys are tuned; the others take their values over. null: each budget, from "
+        "the best values of the smaller ones on.",
+        **COUNT,
+    )
+    descent_runs: Union[int, None] = key(
+        None,
+        "Runs of an arm at a budget after which no further key is tried; the learning rate is tuned to its end all the "
+        "same. null: until no key gains more than the noise between seeds.",
+        **COUNT,
     )
     max_points: int = key(
         9, "Most values of a key that an arm tries at a budget. 1: no tuning.", minimum=1, maximum=1000

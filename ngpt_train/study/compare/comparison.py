@@ -56,8 +56,9 @@ def make_report(
         )
     budgets = common_budgets(found)
     read = {arm: read_arm(arm, of_arm, budgets, tuned, metric, confidence) for arm, of_arm in found.items()}
-    # A key with a single value was chosen by hand, not by tuning.
-    searched = [key for key in tuned if all(any(k == key for _, k in x.searched) for x in read.values())]
+    # A key with a single value was chosen by hand, not by tuning. An option that an arm lacks cannot be tuned there.
+    have = {key: [x for x in read.values() if any(k == key for _, k in x.tunings)] for key in tuned}
+    searched = [key for key in tuned if have[key] and all(any(k == key for _, k in x.searched) for x in have[key])]
     compared = {
         arm: versus(of_arm, read[name], found, metric, confidence, step_times)
         for arm, of_arm in read.items()
@@ -87,6 +88,7 @@ def make_report(
         "speedups": joined["speedups"],
         "trends": joined["trends"],
         "verdicts": {arm: result["verdict"] for arm, result in compared.items()},
+        "descent": list(map(dict, given.descent)),
         "tuning": [entry for arm in read.values() for entry in _tunings(arm)],
         "curves": [entry for arm in read.values() for entry in _curves(arm, metric)],
         "costs": [costs_of(arm, of_arm, step_times) for arm, of_arm in found.items()],
@@ -192,16 +194,21 @@ def _of_arm(arm: Arm, runs: Sequence[Run], overrides: Sequence[str]) -> dict[str
 def _tuning_of_keys(arm: Arm, budget: int | None, overrides: Sequence[str]) -> dict[str, Any]:
     """Keys of optimizer, schedule, batch and initialisation at a budget, with their values.
 
-    tuned: several values were tried at this budget. chosen: set by the arm's definition, or different from its recipe.
-    not_tuned: all others that are on.
+    tuned: several values were tried, at this budget or, of a further key, at another one, which tuned_elsewhere says.
+    chosen: set by the arm's definition, or different from its recipe. not_tuned: all others that are on.
     """
-    tried: dict[str, dict[Any, None]] = {}
+    tried: dict[tuple[int, str], set[Any]] = {}
     for trial in arm.trials:
-        for key, value in trial.values if trial.budget == budget else ():
-            tried.setdefault(key, {})[value] = None
-    tuned = {key: sorted(values, key=repr) if None in values else sorted(values) for key, values in tried.items()}
-    found: dict[str, Any] = {"budget": budget, "chosen": {}, "not_tuned": {}}
-    found["tuned"] = {key: values for key, values in tuned.items() if len(values) > 1}
+        for key, value in trial.values:
+            tried.setdefault((trial.budget, key), set()).add(value)
+    found: dict[str, Any] = {"budget": budget, "tuned": {}, "tuned_elsewhere": {}, "chosen": {}, "not_tuned": {}}
+    for key in sorted({key for _, key in tried}, key=lambda key: (key != LR, key)):
+        several = [at for at, of in tried if of == key and len(tried[at, key]) > 1 and (at == budget or key != LR)]
+        if several:
+            at = budget if budget in several else max(several)
+            numbers = all(type(value) in (int, float) for value in tried[at, key])
+            found["tuned"][key] = sorted(tried[at, key], key=None if numbers else repr)
+            found["tuned_elsewhere"] |= {key: at} if at != budget else {}
     if budget is None:
         return found
     config = next(iter(arm.at_best(budget).values())).run.config

@@ -71,12 +71,10 @@ def annealed_ratio(pair: Pair, noise: Noise, at: int, confidence: float) -> Rati
     ends = [x for x in (low, high) if x is not None]
     is_noise_known = bool(np.isfinite(found[1]).all())
     beyond = (is_noise_known and len(ends) < 2) or estimate is None
-    extrapolated = beyond or not all(first - 1e-9 <= x <= last + 1e-9 for x in [*ends, estimate])
-    extrapolated &= curve.beyond > 1
-    notes = [curve.note] if curve.note else []
-    if extrapolated:
-        notes.append(EXTRAPOLATED)
-    return Ratio(_ratio(estimate), _ratio(low), _ratio(high), extrapolated, "; ".join(notes) or None)
+    beyond = beyond or not all(first - 1e-9 <= x <= last + 1e-9 for x in [*ends, estimate])
+    extrapolated = beyond and curve.beyond > 1
+    note = "; ".join(filter(None, [curve.note, EXTRAPOLATED if extrapolated else None])) or None
+    return Ratio(_ratio(estimate), _ratio(low), _ratio(high), extrapolated, note)
 
 
 def _ratio(log: float | None) -> float | None:

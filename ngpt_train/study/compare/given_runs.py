@@ -11,6 +11,7 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.study.compare.compared_keys import is_harmless, value_of
 from ngpt_train.study.compare.runs import Run, contradicted, n_bytes, read_run
 from ngpt_train.study.definition import FILE, Study, name_of, read_stored
+from ngpt_train.study.descent import read_phases
 from ngpt_train.study.points import FAILURES, reason_of
 
 
@@ -19,7 +20,8 @@ class Gathered:
     """Runs and the settings of their comparison, from their study or the user.
 
     tuned: keys whose best value is taken for each arm and budget; None: optim.lr, unless nothing else differs. metric:
-    None takes a metric in which all runs are comparable. failures: of points that left no run behind.
+    None takes a metric in which all runs are comparable. failures: of points that left no run behind. descent:
+    phases of the study's arms.
     """
 
     runs: list[Run] = field(default_factory=list)
@@ -32,6 +34,7 @@ class Gathered:
     confidence: float = 0.95
     title: str = "comparison"
     failures: list[dict[str, Any]] = field(default_factory=list)
+    descent: list[dict[str, Any]] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -80,10 +83,10 @@ def of_study(study: Study) -> Gathered:
         return next((name for name in names if run.startswith(f"{name}-")), None)
 
     arms: dict[str, list[Run]] = {name: [] for name in study.arms}
-    found = Gathered(overrides=study.arms, baseline=study.baseline, tuned=list(study.tune), title=study.name)
+    found = Gathered(overrides=study.arms, baseline=study.baseline, tuned=study.tuned_keys, title=study.name)
     found.metric, found.confidence = study.metric, study.confidence
     found.under_test = sorted({name_of(argument) for row in study.arms.values() for argument in row})
-    found.commands = [study.command]
+    found.commands, found.descent = [study.command], read_phases(study.path)
     for path in sorted(study.runs.glob("*")) if study.runs.is_dir() else []:
         if (arm := arm_of(path.name)) is not None and (path / "config.yaml").is_file():
             run = read_run(path)

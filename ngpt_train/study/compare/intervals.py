@@ -51,12 +51,9 @@ def needed(pair: Pair, found: Difference, at: int, steps: int, confidence: float
     steps: of the runs at this budget. More steps help if the difference grows with the budget.
     """
     spread, to_zero = found.spread, found.high if found.estimate < 0 else found.low
-    if found.n_seeds < 2 or found.estimate == 0 or to_zero is None:
-        return {"seeds": None, "rows": None, "steps": None}
-    # What the price of the grid takes away, no seeds and rows give back.
-    price = abs(found.estimate - to_zero) - float(spread.half_width(confidence)[0])
-    size = abs(found.estimate) - price
-    if size <= 0:
+    price = 0.0 if to_zero is None else abs(found.estimate - to_zero) - float(spread.half_width(confidence)[0])
+    size = abs(found.estimate) - price  # what the price of the grid takes away, no seeds and rows give back
+    if found.n_seeds < 2 or size <= 0:
         return {"seeds": None, "rows": None, "steps": None}
 
     def with_seeds(n: int) -> Spread:

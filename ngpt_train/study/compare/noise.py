@@ -112,8 +112,8 @@ def by_budget(squares: np.ndarray, df: np.ndarray) -> tuple[np.ndarray, np.ndarr
     """Variances at each budget, and their degrees of freedom.
 
     squares: (K,) sums of squares; df: (K,) their degrees of freedom. The variance over the other budgets counts with p
-    degrees of freedom, p the probability of variances so unlike if all were equal (Bartlett's test). Of three seeds a
-    budget the test alone sees too little, and p is at most half of what a budget itself knows.
+    degrees of freedom, p the probability of variances so unlike if all were equal (Bartlett's test). So variances that
+    look alike by chance, as of three seeds, count as less than the budget's own.
     """
     own, several = squares / np.maximum(df, 1e-9), df > 0
     p, n = 1.0, int(several.sum())
@@ -137,7 +137,7 @@ class Noise:
     """
 
     def __init__(self, pair: Pair) -> None:
-        """The noise of both sides is taken to change over budgets by the same factor."""
+        """The noise of baseline and difference changes over budgets by the same factor."""
         further = pair.further
         self.n_seeds = pair.n_seeds if further is None else np.concatenate([pair.n_seeds, further.counts])
         self.n_rows = pair.n_rows
@@ -151,19 +151,16 @@ class Noise:
         df = np.array([[self.baseline_df, self.baseline_df], [self.baseline_df, self.difference_df]])
         # (2, 2), between seeds, of all budgets
         self.seeds = np.full((2, 2), np.nan) if self.difference_df == 0 else (both @ both.T) / np.maximum(df, 1)
-        is_shared = self.seeds[1, 1] <= 1e-12 * self.seeds[0, 0]  # all noise; the difference has none but rounding
-        side, whole, known = (
-            (baseline, self.seeds[0, 0], self.baseline_df) if is_shared else (difference, self.seeds[1, 1], None)
-        )
-        squares, counts = np.nansum(side**2, axis=1), pair.n_seeds - 1.0
-        counts *= 1.0 if known is None else known / max(self.difference_df, 1)
+        squares, counts, whole = np.nansum(difference**2, axis=1), pair.n_seeds - 1.0, self.seeds[1, 1]
+        if whole <= 1e-12 * self.seeds[0, 0]:  # the arms share all noise but rounding, which tells nothing
+            squares, whole = counts, np.float64(1.0)
         if further is not None:
             rest = np.nansum((further.losses - np.nanmean(further.losses, axis=1, keepdims=True)) ** 2, axis=1)
-            squares = np.concatenate([squares, rest * _share(whole, self.seeds[0, 0])])
+            squares = np.concatenate([squares, whole * _share(rest, self.seeds[0, 0])])
             counts = np.concatenate([counts, further.counts - 1.0])
         variances, self.df = by_budget(squares, counts)
         self.factors = _share(variances, whole)  # (K + M,) of self.seeds, by budget
-        # (K, 2, K, 2), over rows, of means over seeds; without the rest of seed and row
+        # (K + M, 2, K + M, 2), over rows, of means over seeds; without the rest of seed and row
         self.rows = None
         if pair.baseline_rows is not None and pair.arm_rows is not None and pair.n_rows > 1:
             baseline_rows, difference_rows = pair.baseline_rows, pair.arm_rows - pair.baseline_rows
@@ -171,9 +168,8 @@ class Noise:
                 baseline_rows = _stacked(baseline_rows, further.rows)
                 difference_rows = _stacked(difference_rows, 0 * further.rows)
             self.rows = _over_rows(baseline_rows, difference_rows)
-
         known = [x for x in (pair.prices, pair.unstable) if x is not None]
-        self.prices = np.zeros((len(self.n_seeds), 2, 2))
+        self.prices = np.zeros((len(self.n_seeds), 2, 2))  # as in Pair, together
         self.prices[:n_budgets, :, 0] = sum(x[:, :, 0] for x in known)
         self.prices[:n_budgets, :, 1] = np.sqrt(sum(x[:, :, 1] ** 2 for x in known))
         if further is not None and further.prices is not None:
@@ -199,7 +195,8 @@ class Noise:
         """(2, n): how far the intervals of n estimates reach below and above them; u as in `spread`.
 
         A price is known to be 0 at least. Its estimate moves one end; what it may be beyond adds to the noise."""
-        half, u = self.spread(u).half_width(confidence), self._padded(u)
+        u = self._padded(u)
+        half = self.spread(u).half_width(confidence)
         shifts = np.stack([u[:, :, 1] - u[:, :, 0], -u[:, :, 1]], axis=2)  # (n, K + M, 2), of an estimate by the prices
         moved = np.maximum(np.stack([-shifts, shifts]), 0)  # (2, n, K + M, 2)
         estimate = np.sum(moved * self.prices[:, :, 0], axis=(2, 3))

@@ -9,38 +9,28 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ngpt_train.study.compare.noise import t_quantile
-from ngpt_train.study.tuning import Trials, Tuning, Values, is_number, noise_between_seeds
+from ngpt_train.study.tuning import Trials, Tuning, Values, line_of, noise_between_seeds
 
 NO_PRICE = (0.0, 0.0)
 
 
-def price_of_grid(tuning: Tuning, tried: Collection[float]) -> tuple[float, float]:
-    """The estimate, and how much more the price may be, in nats, by the parabola of a key.
-
-    The optimum lies in its interval, and nearer to the best value than to the values tried beside it: else one of these
-    would be the best. (0, 0) without a parabola.
-    """
-    best, price = tuning.best, tuning.price_of_grid
-    if price is None or tuning.price_of_two is None:
-        return NO_PRICE
-    left, right = max(v for v in tried if v < best), min(v for v in tried if v > best)
-    low = max(tuning.low or 0.0, math.sqrt(left * best))
-    high = min(tuning.high or math.inf, math.sqrt(right * best))
-    most = tuning.price_of_two * max(math.log2(best / low), math.log2(high / best), 0.0) ** 2
-    return min(price, most), max(most - price, 0.0)
-
-
-def price_of_grids(
+def price_of_grid(
     trials: Trials, tunings: Mapping[str, Tuning], best: Values, listed: Collection[str]
 ) -> tuple[float, float]:
-    """Of all keys of an arm at a budget. tunings: by key. Values listed by hand have no others between them."""
-    found = []
-    for key in [key for key in tunings if key not in listed]:
-        others = {k: v for k, v in best if k != key}
-        lines = [dict(values) for values in trials]
-        tried = {line[key] for line in lines if {k: v for k, v in line.items() if k != key} == others}
-        if all(is_number(value) for value in tried):
-            found.append(price_of_grid(tunings[key], tried))
+    """The estimate for an arm at a budget, and how much more it may be, in nats, by the parabolas of its keys.
+
+    tunings: by key. A key's optimum lies in its interval, and nearer to the best value than to the values tried beside
+    it: else one of these would be the best. Keys without a parabola, and listed ones, have the price 0.
+    """
+    found = [NO_PRICE]
+    for key, tuning in tunings.items():
+        price, of_two, value = tuning.price_of_grid, tuning.price_of_two, tuning.best
+        if key not in listed and price is not None and of_two is not None:
+            tried = line_of(trials, key, best).values
+            low = max(tuning.low or 0.0, math.sqrt(value * max(x for x in tried if x < value)))
+            high = min(tuning.high or math.inf, math.sqrt(value * min(x for x in tried if x > value)))
+            most = of_two * max(math.log2(value / low), math.log2(high / value), 0.0) ** 2
+            found.append((min(price, most), max(most - price, 0.0)))
     return sum(estimate for estimate, _ in found), math.hypot(*(more for _, more in found))
 
 

@@ -147,6 +147,8 @@ def _judge(
     runs = list(itertools.chain.from_iterable(arms.values()))
     if key in tuned:
         alone = [arm for arm in arms if all(len(identities(x)) < 2 for x in seen.by_arm[arm].values())]
+        if alone and set(alone) <= set(lacking):
+            return FOLLOWS, f"tuned; {', '.join(alone)} {'has' if len(alone) == 1 else 'have'} no such option"
         if alone and len(alone) < len(arms):
             return CONFOUND, f"tuned, but not in {', '.join(alone)}, where one value was tried"
         return FOLLOWS, "tuned for each arm by itself"

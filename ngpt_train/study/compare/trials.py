@@ -12,7 +12,7 @@ import numpy as np
 from ngpt_train.config.validate import show
 from ngpt_train.study.compare.arms import values_of
 from ngpt_train.study.compare.noise import Further, Pair
-from ngpt_train.study.compare.prices import NO_PRICE, Divergence, divergence, price_of_grids
+from ngpt_train.study.compare.prices import NO_PRICE, Divergence, divergence, price_of_grid
 from ngpt_train.study.compare.runs import Rows, Run
 from ngpt_train.study.definition import LR
 from ngpt_train.study.tuning import Tuning, Values, best_values, tunings
@@ -92,6 +92,8 @@ def read_arm(
     """The arm of finished runs. Of two runs with equal budget, values and seed the first counts."""
     trials: dict[tuple[int, Values, int], Trial] = {}
     notes = []
+    runs = list(runs)
+    tuned = [key for key in tuned if key == LR or any(key in run.config for run in runs)]
     for run in runs:
         budget, values, seed = budgets[run.path], values_of(run, tuned), run.seed
         reason = failure(run)
@@ -114,7 +116,7 @@ def read_arm(
         if (best := best_values(found, complete=True)) is not None:
             arm.best[budget] = best
             of_budget = {key: tuning for (at, key), tuning in arm.tunings.items() if at == budget}
-            arm.prices[budget] = price_of_grids(found, of_budget, best, listed)
+            arm.prices[budget] = price_of_grid(found, of_budget, best, listed)
             if diverged := divergence(found, best, confidence):
                 arm.divergences[budget] = diverged
             lower = best_values(found)
@@ -148,20 +150,14 @@ def pair_of(arm: Arm, baseline: Arm, metric: str) -> tuple[Pair | None, list[str
     if rows is None:
         notes.append(f"{names}: without the noise of validation rows, because {why}")
     of_rows = (None, None) if rows is None else rows.reshape(*losses.shape, -1)
-    prices, unstable = (np.array([[of(x, b) for x in (baseline, arm)] for b in budgets]) for of in (_grid, _divergence))
+    both = [[(x, b) for x in (baseline, arm)] for b in budgets]
+    prices = np.array([[x.prices[b] for x, b in row] for row in both])
+    unstable = np.array([[x.divergences[b].price if b in x.divergences else NO_PRICE for x, b in row] for row in both])
     first = None if rows is None else next(trial for trial in trials if trial is not None)
     further, why = _further(baseline, budgets, first, metric)
     notes += [f"{baseline.name}: {why}"] if why else []
     pair = Pair(np.array(budgets, float), losses[0], losses[1], of_rows[0], of_rows[1], further, prices, unstable)
     return pair, notes
-
-
-def _grid(arm: Arm, budget: int) -> tuple[float, float]:
-    return arm.prices.get(budget, NO_PRICE)
-
-
-def _divergence(arm: Arm, budget: int) -> tuple[float, float]:
-    return arm.divergences[budget].price if budget in arm.divergences else NO_PRICE
 
 
 def _further(baseline: Arm, shared: Sequence[int], first: Trial | None, metric: str) -> tuple[Further | None, str]:
@@ -182,7 +178,7 @@ def _further(baseline: Arm, shared: Sequence[int], first: Trial | None, metric: 
     width = max(map(len, runs))
     trials = [trial for of_budget in runs for trial in [*of_budget, *[None] * (width - len(of_budget))]]
     losses = _losses(trials).reshape(len(runs), width)
-    prices = np.array([_grid(baseline, budget) for budget in others])
+    prices = np.array([baseline.prices[budget] for budget in others])
     if first is None:
         return Further(np.array(others, float), losses, None, prices), said
     rows, why = _rows([first, *trials], metric)

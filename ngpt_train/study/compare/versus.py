@@ -54,7 +54,7 @@ def versus(
         steps = next(iter(arm.at_best(budget).values())).run.steps
         missing = None if found[at].is_resolved else needed(pair, found[at], at, steps, confidence)
         entry = _of_difference(found[at], confidence, missing)
-        entry |= {f"price_{name}": float(x) for name, x in zip(("baseline", "arm"), noise.prices[at, :, 0], strict=True)}
+        entry |= dict(zip(("price_baseline", "price_arm"), map(float, noise.prices[at, :, 0]), strict=True))
         result["differences"].append({**names, "budget": budget, **entry})
         ratios = {"annealed": annealed[at]}
         ratios |= {"within_schedule": of_schedule[budget]} if budget in of_schedule else {}
@@ -72,7 +72,7 @@ def versus(
 
 
 def _noise_by_budget(pair: Pair, arm: str, baseline: str) -> list[str]:
-    """A note on the pooled noise, if two budgets have several seeds."""
+    """A note on the noise of each budget, if two have several seeds."""
     by_budget = zip(pair.budgets, pair.difference, pair.n_seeds, strict=True)
     several = [f"{np.nanstd(x, ddof=1):.2g} at {int(budget):,} tokens" for budget, x, n in by_budget if n > 1]
     if len(several) < 2:

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ngpt_train.study.definition import LR, Study
+from ngpt_train.study.descent import Grid
 from ngpt_train.study.points import DONE, FAILED, Point, Result
-from ngpt_train.study.tuning import Trials, next_points
+from ngpt_train.study.search import next_points
+from ngpt_train.study.tuning import Trials
 
 START = 0.001  # the recipe's learning rate
 Loss = Callable[[Point], float | None]  # None: the point diverges
@@ -24,6 +26,14 @@ def study(
     tune = {LR: 2.0} | {f"optim.{key}": values for key, values in lists.items()}
     of_arms: dict[str, tuple[str, ...]] = dict.fromkeys(arms, ())
     return Study("test", Path("studies"), arms[0], of_arms, (), budgets, tune, seeds, max_points=max_points)
+
+
+def start(arm: str, budget: int) -> float:
+    return START
+
+
+def listed(of: Study) -> Callable[[str, int], dict[str, Grid]]:
+    return lambda arm, budget: {key: Grid(values[: of.max_points]) for key, values in of.keys_of(arm).items()}
 
 
 def octaves(point: Point) -> float:
@@ -43,7 +53,7 @@ def search(
     order, and asks again after each."""
     results: dict[Point, Result] = {}
     rounds: list[list[Point]] = []
-    while wanted := next_points(of, lambda arm, budget: START, results):
+    while wanted := next_points(of, start, listed(of), results):
         rounds.append(wanted)
         for point in [order.choice(wanted)] if order else wanted:
             assert point not in results, "asked again for a finished point"

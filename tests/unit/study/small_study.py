@@ -44,7 +44,7 @@ def leave(runs: Runs, point: Point, end: Mapping[str, Any] | None, loss: float =
     write_yaml(config, run / "config.yaml")
     if end is not None:
         (run / "exit.json").write_text(json.dumps({"code": 0, "reason": "done", "step": steps} | dict(end)))
-        record = {"kind": "eval", "step": steps, "loss": loss, "bits_per_byte": loss / 3}
+        record = {"kind": "eval", "step": steps, "tokens": point.budget, "loss": loss, "bits_per_byte": loss / 3}
         (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
 
 

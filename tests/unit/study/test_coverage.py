@@ -1,10 +1,11 @@
-"""How often the intervals of whole studies hold planted truths, where they once failed: the figures of docs/study.md."""
+"""How often intervals of whole studies hold planted truths, also where they once failed (docs/study.md)."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from ngpt_train.study.compare.versus import versus
 from tests.unit.study.simulated import Case, Found, faster_and_faster, plateau_first, simulate
 
 SHARP = (0.1, 0.27)  # nats at an octave from the best rate, for an arm as sharp as nGPT
@@ -38,6 +39,20 @@ OTHERS = {
 }
 
 
+def test_a_seed_that_diverges_makes_no_arm_worse() -> None:
+    """Caught: "worse" or "better" from divergence alone; an arm that is worse anyhow, and no longer called so."""
+    for ratio, words in ((1.0, ("divergence", "divergence")), (0.6, ("worse", "better"))):
+        case = Case(ratio=ratio, n_budgets=1, diverges=True, sigma=0.002, price=SHARP)
+        baseline, arm = case.draw(np.random.default_rng(3))
+        runs = {x.name: [trial.run for trial in x.trials] for x in (baseline, arm)}
+        for one, other, word in ((arm, baseline, words[0]), (baseline, arm, words[1])):
+            found = versus(one, other, runs, "loss", 0.95, {})
+            assert found["verdict"] == word
+            said = [note for note in found["notes"] if "With optim.lr=0.001 ngpt diverges for seed 2 of 3" in note]
+            assert len(said) == 1
+            assert "than with optim.lr=0.000707107, the best at which all seeds end" in said[0]
+
+
 def check(case: Case, found: Found, draws: int) -> None:
     """At least 0.92 but for chance; equal arms get a verdict in 8 % at most, but for chance."""
     chance = 2.5 * np.sqrt(0.92 * 0.08 / draws)
@@ -68,8 +83,9 @@ def test_coverage(name: str) -> None:
     check(case, simulate(case, 400, seed=1), 400)
 
 
-def test_noise_that_is_equal_costs_less_than_a_budget_s_own() -> None:
-    """Caught: intervals from each budget alone, which are wider by a sixth: 4.30 / sqrt(pi) sigma."""
+@pytest.mark.slow
+def test_equal_noise_gives_narrower_intervals_than_a_budget_alone() -> None:
+    """Caught: intervals from each budget alone. Theirs would be Student's with 2 degrees of freedom."""
     found = simulate(Case(**FIXED), 40)
     own = 2 * 4.303 * np.sqrt(np.pi) / 2 * 0.03 * np.sqrt(2 / 3)
     assert np.mean(found.width) < 0.93 * own

@@ -3,7 +3,7 @@
 import fcntl
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,14 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.study import runner as study_runner
 from ngpt_train.study.definition import Study
 from ngpt_train.study.points import DONE, FAILED, Point, Result, Runs
-from ngpt_train.study.tuning import next_points
+from ngpt_train.study.search import Grids, Starts, next_points
 from tests.unit.study.small_study import YAML, FakeEngine, Outcome, good, leave, study_of
 
 SHORT, ONE_SEED = "study.budgets=[5120]", "study.seeds=[0]"
 GPT = "gpt-5120-lr0.008-seed0"
 
 
-def fixed_points(study: Study, starts: Callable[[str, int], float], results: Mapping[Point, Result]) -> list[Point]:
+def fixed_points(study: Study, starts: Starts, grids: Grids, results: Mapping[Point, Result]) -> list[Point]:
     """One learning rate for each arm, budget and seed, without tuning."""
     points = [
         Point(arm, budget, (("optim.lr", starts(arm, budget)),), seed)

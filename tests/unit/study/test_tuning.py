@@ -1,14 +1,14 @@
 import math
 import random
-import statistics
 from dataclasses import replace
 
 import pytest
 
 from ngpt_train.study.definition import LR
 from ngpt_train.study.points import UNFINISHED, WAITING, Point, Result
-from ngpt_train.study.tuning import Line, analyse, next_points, tunings
-from tests.unit.study.searches import START, Loss, fixed_noise, octaves, result, search, study, trials
+from ngpt_train.study.search import next_points
+from ngpt_train.study.tuning import Line, analyse, best_values, tunings
+from tests.unit.study.searches import START, Loss, fixed_noise, listed, octaves, result, search, start, study, trials
 
 
 def lrs(points: list[Point]) -> list[tuple[float, int]]:
@@ -180,7 +180,7 @@ def test_unfinished_points_of_each_arm_are_wanted() -> None:
     """Caught: an arm that waits for another, or begins at its rate; a finished point that is wanted again."""
     starts = {"gpt": START, "ngpt": 0.03}
     two = study(arms=("gpt", "ngpt"))
-    wanted = next_points(two, lambda arm, budget: starts[arm], {})
+    wanted = next_points(two, lambda arm, budget: starts[arm], listed(two), {})
     assert lrs(wanted) == [(0.001, 0), (0.0005, 0), (0.002, 0), (0.03, 0), (0.015, 0), (0.06, 0)]
     assert [point.arm for point in wanted] == ["gpt"] * 3 + ["ngpt"] * 3
     results = {
@@ -188,7 +188,7 @@ def test_unfinished_points_of_each_arm_are_wanted() -> None:
         wanted[1]: replace(result(wanted[1], 3.0), state=UNFINISHED, loss=None),
         wanted[2]: replace(result(wanted[2], 3.0), state=WAITING, loss=None),
     }
-    assert next_points(two, lambda arm, budget: starts[arm], results) == wanted[1:]
+    assert next_points(two, lambda arm, budget: starts[arm], listed(two), results) == wanted[1:]
 
 
 def test_points_of_an_older_study_have_a_say() -> None:
@@ -196,7 +196,7 @@ def test_points_of_an_older_study_have_a_say() -> None:
     results, _ = search(study(), bowl(at=0.0))
     stray = Point("gpt", 1000, ((LR, 0.016),), 0)
     results[stray] = result(stray, 2.5)
-    wanted = next_points(study(), lambda arm, budget: START, results)
+    wanted = next_points(study(), start, listed(study()), results)
     assert lrs(wanted) == [(0.008, 0), (0.032, 0)]
 
 
@@ -221,11 +221,8 @@ def check_landscape(number: int) -> None:
         values = {point.values for point in results if point.budget == budget}
         assert 1 <= len(values) <= of.max_points * len(of.tune)
         found = tunings(trials(results))[budget, LR]
-        if found.best is not None:
-            seeds_of = [
-                (statistics.fmean(losses.values()), -len(losses)) for losses in trials(results)[budget].values()
-            ]
-            assert min(seeds_of)[1] == -len(of.seeds), "the best values lack a seed"
+        if best := best_values(trials(results)[budget]):
+            assert len(trials(results)[budget][best]) == len(of.seeds), "the best values lack a seed"
         if found.optimum is not None and found.low is not None and found.high is not None:
             assert found.low <= found.optimum <= found.high
         n_of_line = len({value for v in values for key, value in v if key == LR})

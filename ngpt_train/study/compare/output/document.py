@@ -11,6 +11,7 @@ from ngpt_train.core.files import write_atomically
 from ngpt_train.core.recorded import printable
 from ngpt_train.report.rounded import DASH, si
 from ngpt_train.study.compare.output import tables
+from ngpt_train.study.compare.output.descent_table import descents
 from ngpt_train.study.compare.output.series import end_losses
 from ngpt_train.study.compare.output.tables import Table
 from ngpt_train.study.compare.output.wording import (
@@ -76,6 +77,7 @@ def _tables(report: Report) -> list[Table]:
         _without(ratios, above, "of the verdicts stand above"),
         tables.differences(report),
         _without(tuned, others, "of other budgets stand in report.html"),
+        *descents(report),
         *(make(report) for make in (tables.costs, tables.referee, tables.audits, tables.failures)),
     ]
 

@@ -143,7 +143,8 @@ def tuning_of_keys(report: Report) -> Table:
         has = {key for part in ("tuned", *parts) for key in of[part]}
         lacks = [f"no {key}" for part in ("tuned", *parts) for key in of_baseline[part] if key not in has]
         not_tuned = ", ".join(filter(None, [not_tuned, *lacks]))
-        texts = (values_text(of["tuned"]), chosen, not_tuned, si(of["budget"]) if of["tuned"] else DASH)
+        at = [si(of["budget"]), *(f"{key} {si(x)}" for key, x in of.get("tuned_elsewhere", {}).items())]
+        texts = (values_text(of["tuned"]), chosen, not_tuned, ", ".join(at) if of["tuned"] else DASH)
         rows.setdefault(texts, []).append(marked(report, arm))
     words = {"chosen": "Chosen beforehand", "not_tuned": "Not tuned"}
     note = "".join(f"{words[part]} in all arms: {values_text(of)}. " for part, of in shared.items() if of)
@@ -215,9 +216,10 @@ def differences(report: Report) -> Table:
     if several:
         note += "Between seeds: standard deviation of the difference at this budget. "
     note += (
-        f"Noise: standard error of the difference from seeds{', mostly of this budget alone,' * several} and from validation "
-        "rows beyond what differs with the seed. Resolvable: the difference that so many seeds and rows resolve in "
-        f"{percent(POWER)} of the cases. Needed: what would each alone resolve the difference found as often; {DASH}: "
+        f"Noise: standard error of the difference from seeds{', mostly of this budget alone,' * several} and from "
+        "validation rows beyond what differs with the seed. Resolvable: the difference that so many seeds and rows "
+        f"resolve in {percent(POWER)} of the cases. Needed: what would each alone resolve the difference found as "
+        f"often; {DASH}: "
         "it is resolved, or no reasonable number would, or one seed does not show the noise."
     )
     columns = [("Arm", ARM), *((name, NUMBER) for name in names)]
@@ -283,6 +285,8 @@ def _remarks(entries: Sequence[Mapping[str, Any]]) -> str:
 def tuning(report: Report) -> Table:
     rows = []
     for t in report["tuning"]:
+        if t["state"] == "not tried" and t["key"] in report["tuning_of_keys"][t["arm"]].get("tuned_elsewhere", {}):
+            continue
         failed = sum(bool(point["failed"]) for point in t["points"])
         chosen = report["arms"][t["arm"]]["best_by_budget"].get(str(t["budget"]), {}).get(t["key"])
         state = "bracketed" if t["state"] == "bracketed" else f"untuned ({t['state']})"

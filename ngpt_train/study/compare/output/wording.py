@@ -238,10 +238,22 @@ def _untuned_keys(report: Report) -> str:
     of_baseline = report["tuning_of_keys"][baseline]
     tuned = ", ".join(of_baseline["tuned"]) or "no key"
     n = len(of_baseline["not_tuned"]) + len(of_baseline["chosen"])
+    alone = [f" {said}" for arm in report["arms"] if (said := _tuned_alone(report, arm))]
     return (
         f"Of {baseline}, the baseline, {tuned} was tuned here, and {n} keys of optimizer, schedule, batch and "
         "initialisation were not. An untuned key of the baseline may be worth more than the difference."
+        f"{''.join(alone)}"
     )
+
+
+def _tuned_alone(report: Report, arm: str) -> str:
+    """The keys that only one of the arm and the baseline was tuned for, a sentence; empty without one."""
+    pair = arm, report["baseline"]
+    keys = [report["tuning_of_keys"][x]["tuned"] for x in pair]
+    own = [[key for key in of if key not in other] for of, other in (keys, keys[::-1])]
+    said = [f"{x} alone for {', '.join(of)}" for x, of in zip(pair, own, strict=True) if of]
+    both = ", ".join(key for key in keys[0] if key in keys[1]) or "no key"
+    return f"{arm} and {pair[1]} were both tuned for {both}; {' and '.join(said)}." if said else ""
 
 
 def size_text(size: Any) -> str:

@@ -1,0 +1,185 @@
+"""Coordinate descent over an arm's keys at a budget: the learning rate, then each further key, then the rate again,
+until no key gains more than the noise between seeds or the budget of runs is used up."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ngpt_train.core.files import read_json, write_json
+from ngpt_train.core.recorded import COUNT, NUMBER, TEXT, all_checked
+from ngpt_train.study.definition import LR, Study
+from ngpt_train.study.rates import At, Lattice, first_rates, next_rates
+from ngpt_train.study.tuning import Trials, Values, best_values, changed, noise_between_seeds, without
+
+GAINED, WITHIN_NOISE, OUT_OF_RUNS = "gained", "within_noise", "out_of_runs"
+FILE = "descent.json"  # in the study's directory: the phases of all arms
+_FIELDS = {"arm": TEXT, "budget": COUNT, "key": TEXT, "gain": NUMBER, "noise": NUMBER, "n_seeds": COUNT, "runs": COUNT}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The values of a further key for an arm at a budget; the first is where the search begins.
+
+    outward: numbers, of which only those beside the best are tried. Else all are.
+    """
+
+    values: tuple[Any, ...]
+    outward: bool = False
+
+    def beside(self, value: Any) -> list[Any]:
+        if not self.outward:
+            return [other for other in self.values if other != value]
+        below = [other for other in self.values if other < value]
+        above = [other for other in self.values if other > value]
+        return [*([max(below)] if below else []), *([min(above)] if above else [])]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The tuning of one key with the others fixed.
+
+    start, end: its values; where nothing gained, end is the best value tried beside the start. gain: by how much the
+    end loss fell from start to end, a mean over their n_seeds shared seeds; None if unknown, or if the start fails.
+    noise: between seeds, so far; None if unknown. runs: made for it.
+    """
+
+    key: str
+    start: Any
+    end: Any
+    gain: float | None
+    noise: float | None
+    n_seeds: int
+    runs: int
+    state: str
+
+
+def write_phases(directory: Path, phases: Mapping[tuple[str, int], Sequence[Phase]]) -> None:
+    """Writes descent.json, a list of the phases with their arms and budgets."""
+    at = [({"arm": arm, "budget": budget}, phase) for (arm, budget), of in phases.items() for phase in of]
+    write_json(directory / FILE, [where | asdict(phase) for where, phase in at])
+
+
+def read_phases(directory: Path) -> list[dict[str, Any]]:
+    """The content of descent.json; empty without one. Raises DataError for a damaged file."""
+    path = directory / FILE
+    return all_checked(read_json(path), _FIELDS | {"state": TEXT}, str(path), ("arm", "key")) if path.exists() else []
+
+
+def descend(
+    study: Study, lattice: Lattice, grids: Mapping[str, Grid], start: Values, losses: Trials
+) -> tuple[list[At], Trials, list[Phase]]:
+    """The runs that a descent from `start` needs and `losses` lacks; the trials and the phases before them.
+
+    The descent is made anew from the losses that it asks for, in its own order. So no other loss and no later one
+    changes what it has done.
+    """
+    descent = _Descent(study, lattice, grids)
+    for batch in descent.phases_from(start):
+        if missing := [(values, seed) for values, seed in batch if seed not in losses.get(values, {})]:
+            return missing, descent.seen, descent.phases
+        for values, seed in batch:
+            descent.seen.setdefault(values, {})[seed] = losses[values][seed]
+    return [], descent.seen, descent.phases
+
+
+class _Descent:
+    """Its methods yield runs, and go on once `seen` has their losses."""
+
+    def __init__(self, study: Study, lattice: Lattice, grids: Mapping[str, Grid]) -> None:
+        self._study, self._lattice, self._grids = study, lattice, grids
+        self.seen: Trials = {}
+        self.phases: list[Phase] = []
+        self._is_out = False  # of runs
+
+    def phases_from(self, start: Values) -> Generator[list[At], None, None]:
+        best = yield from self._rate(start)
+        while best is not None:
+            before = best
+            for key in self._grids:
+                best = yield from self._key(best, key)
+            if best == before:
+                return
+            best = yield from self._rate(best)
+            if self._is_out:
+                return
+
+    def _rate(self, start: Values) -> Generator[list[At], None, Values | None]:
+        """Tunes the rate to its end, also once the budget of runs is used up: an arm is compared at a tuned rate."""
+        n_runs, line = self._n_runs(), self._line(start)
+        batch = self._new(first_rates(self._study, self._lattice, start))
+        batch = batch or next_rates(self._study, self._lattice, line, self._noise() or 0.0)
+        while batch:
+            yield batch
+            batch = next_rates(self._study, self._lattice, self._line(start), self._noise() or 0.0)
+        best = best_values(self._line(start))
+        if best is not None:
+            gain, _ = self._gain(start, best)
+            gained = gain is not None and gain > (self._noise() or 0.0)
+            self._say(LR, start, best, n_runs, GAINED if gained else WITHIN_NOISE)
+        return best
+
+    def _key(self, start: Values, key: str) -> Generator[list[At], None, Values]:
+        """Goes to better values as long as one gains more than the noise, over all seeds. Only a value that is better
+        with the first seed gets the others."""
+        n_runs, best, other, is_out = self._n_runs(), start, None, False
+        first, *others = self._study.seeds
+        while True:
+            beside = [changed(best, key, value) for value in self._grids[key].beside(dict(best)[key])]
+            is_out = not (yield from self._made([(values, first) for values in beside]))
+            known = [v for v in beside if v in self.seen and math.isfinite(self.seen[v][first])]
+            other = min(known, key=lambda values: self.seen[values][first], default=None)
+            if is_out or other is None or self.seen[other][first] >= self.seen[best][first]:
+                break
+            is_out = not (yield from self._made([(other, seed) for seed in others]))
+            gain, _ = self._gain(best, other)
+            if is_out or gain is None or gain <= (self._noise() or 0.0):
+                break
+            best = other
+        state = GAINED if best != start else OUT_OF_RUNS if is_out else WITHIN_NOISE
+        self._say(key, start, best if best != start else other, n_runs, state)
+        self._is_out |= is_out
+        return best
+
+    def _made(self, batch: Sequence[At]) -> Generator[list[At], None, bool]:
+        """Has the runs made; False if they are more than the budget of runs."""
+        new, study = self._new(batch), self._study
+        values = {*self.seen, *(values for values, _ in new)}
+        limit = math.inf if study.descent_runs is None else study.descent_runs
+        if new and (self._n_runs() + len(new) > limit or len(values) > study.max_points * (1 + len(self._grids))):
+            return False
+        if new:
+            yield new
+        return True
+
+    def _new(self, batch: Sequence[At]) -> list[At]:
+        return [(values, seed) for values, seed in batch if seed not in self.seen.get(values, {})]
+
+    def _line(self, values: Values) -> Trials:
+        """The trials of all rates at the other keys' values."""
+        return {x: losses for x, losses in self.seen.items() if without(x, LR) == without(values, LR)}
+
+    def _n_runs(self) -> int:
+        return sum(map(len, self.seen.values()))
+
+    def _noise(self) -> float | None:
+        sigma, degrees = noise_between_seeds([self.seen])
+        return sigma if degrees else None
+
+    def _gain(self, start: Values, end: Values) -> tuple[float | None, int]:
+        """The gain and its number of seeds. Infinite where a seed fails at the start alone; None where one fails at the
+        end, or no seed is shared."""
+        shared = [seed for seed in self.seen.get(start, {}) if seed in self.seen[end]]
+        gains = [self.seen[start][seed] - self.seen[end][seed] for seed in shared]
+        gain = statistics.fmean(gains) if gains else math.nan
+        return (None if math.isnan(gain) or gain == -math.inf else gain), len(gains)
+
+    def _say(self, key: str, start: Values, end: Values | None, n_runs: int, state: str) -> None:
+        gain, n_seeds = (None, 0) if end is None else self._gain(start, end)
+        gain = None if gain == math.inf else gain
+        to, runs = None if end is None else dict(end)[key], self._n_runs() - n_runs
+        self.phases.append(Phase(key, dict(start)[key], to, gain, self._noise(), n_seeds, runs, state))
