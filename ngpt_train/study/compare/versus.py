@@ -54,7 +54,9 @@ def versus(
         steps = next(iter(arm.at_best(budget).values())).run.steps
         missing = None if found[at].is_resolved else needed(pair, found[at], at, steps, confidence)
         entry = _of_difference(found[at], confidence, missing)
-        entry |= {f"price_{name}": float(x) for name, x in zip(("baseline", "arm"), noise.prices[at, :, 0], strict=True)}
+        entry |= {
+            f"price_{name}": float(x) for name, x in zip(("baseline", "arm"), noise.prices[at, :, 0], strict=True)
+        }
         result["differences"].append({**names, "budget": budget, **entry})
         ratios = {"annealed": annealed[at]}
         ratios |= {"within_schedule": of_schedule[budget]} if budget in of_schedule else {}
