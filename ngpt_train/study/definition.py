@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,7 @@ class Study:
     refine: bool = True  # also rates of the factor's root, around the best one
     descent_budget: int | None = None  # where the further keys are tuned; None: at each budget
     descent_runs: int | None = None  # of an arm at a budget, after which no further key is tried
+    interactions: dict[str, tuple[str, ...]] = field(default_factory=dict)  # four arms each
     options: tuple[str, ...] = ()  # --config-dir DIR, --plugin DIR: of the study and of its runs
     command: str = ""  # the command that started the study
 
@@ -172,6 +173,7 @@ def read_study(
         refine=_as_begun(Path(config.root).expanduser() / name) if config.refine is None else config.refine,
         descent_budget=config.descent_budget,
         descent_runs=config.descent_runs,
+        interactions=_interactions(config.interactions, arms),
         options=tuple(options),
         command=command_of(verb, [*arguments, *options]),
     )
@@ -208,6 +210,18 @@ def _tuned(table: Mapping[str, Any], arms: Collection[str]) -> dict[str, Any]:
         elif name != LR:
             tuned[name] = _grid(name, grid)
     return tuned
+
+
+def _interactions(table: Mapping[str, Any], arms: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """`study.interactions`. Raises ConfigError for an arm that the study does not have."""
+    for name, four in table.items():
+        for arm in four:
+            if arm not in arms:
+                near = did_you_mean(nearest(arm, arms))
+                raise mistake(
+                    f"study.interactions: {name}: {arm}: no arm of that name{near}", f"Arms: {', '.join(arms)}"
+                )
+    return {name: tuple(four) for name, four in table.items()}
 
 
 def _check_descent(config: StudyConfig, tune: Mapping[str, Any]) -> None:
@@ -285,6 +299,7 @@ def read_stored(directory: Path) -> Study:
             refine=bool(tree.get("refine", False)),  # older studies kept to the factor
             descent_budget=tree.get("descent_budget"),
             descent_runs=tree.get("descent_runs"),
+            interactions={name: tuple(four) for name, four in tree.get("interactions", {}).items()},
             options=tuple(map(str, tree["options"])),
             command=str(tree["command"]),
         )

@@ -44,6 +44,13 @@ def _problem_of_tuned(tuned: Mapping[Any, Any], arm: str = "") -> str | None:
     return None
 
 
+def _problem_of_interactions(asked: Mapping[Any, Any]) -> str | None:
+    for name, four in asked.items():
+        if not (isinstance(four, list) and len(four) == 4 and all(isinstance(arm, str) for arm in four)):
+            return f"{name}: {four!r} is not a list of four arms [a, b, c, d], for (a less b) less (c less d)"
+    return None
+
+
 _IN_YAML = "Write a study in YAML, DIR/study/my.yaml, and choose it with --config-dir DIR study=my"
 
 
@@ -111,6 +118,12 @@ class StudyConfig(VerbKeys):
         "Runs of an arm at a budget after which no further key is tried; the learning rate is tuned to its end all the "
         "same. null: until no key gains more than the noise between seeds.",
         **COUNT,
+    )
+    interactions: dict[str, Any] = key(
+        {},
+        "By name four arms [a, b, c, d]: the comparison has (a less b) less (c less d) with its interval, such as what "
+        "nGPT gains with Muon less what it gains with AdamW.",
+        table=Table(_problem_of_interactions, "{muon: [ngpt_muon, gpt_muon, ngpt_adam, gpt_adamw]}", _IN_YAML),
     )
     max_points: int = key(
         9, "Most values of a key that an arm tries at a budget. 1: no tuning.", minimum=1, maximum=1000

@@ -17,6 +17,7 @@ from ngpt_train.core.secrets import redacted
 from ngpt_train.study.compare.arms import Arms, choose_baseline, found_arms, named_arms
 from ngpt_train.study.compare.compared_keys import Absent, brought, compared_keys, is_of_training, same, value_of
 from ngpt_train.study.compare.given_runs import Gathered, check_comparable
+from ngpt_train.study.compare.interactions import interactions
 from ngpt_train.study.compare.referee import examine, looked_at
 from ngpt_train.study.compare.runs import Run, common_budgets
 from ngpt_train.study.compare.step_times import STEP_TIMES, Times, costs_of
@@ -72,7 +73,8 @@ def make_report(
     for arm, result in compared.items():
         judged |= {arm: max(d["budget"] for d in result["differences"])} if result["differences"] else {}
     best = {x.name: [t.run for b in x.budgets for t in x.at_best(b).values()] or found[x.name] for x in read.values()}
-    said += [*(note for arm in read.values() for note in arm.notes), *joined["notes"]]
+    crossed, of_crossed = interactions(given.interactions, read, metric, confidence)
+    said += [*(note for arm in read.values() for note in arm.notes), *joined["notes"], *of_crossed]
     report: dict[str, Any] = {
         "format": FORMAT,
         "title": given.title,
@@ -87,6 +89,7 @@ def make_report(
         "differences": joined["differences"],
         "speedups": joined["speedups"],
         "trends": joined["trends"],
+        "interactions": crossed,
         "verdicts": {arm: result["verdict"] for arm, result in compared.items()},
         "descent": list(map(dict, given.descent)),
         "tuning": [entry for arm in read.values() for entry in _tunings(arm)],

@@ -21,7 +21,7 @@ class Gathered:
 
     tuned: keys whose best value is taken for each arm and budget; None: optim.lr, unless nothing else differs. metric:
     None takes a metric in which all runs are comparable. failures: of points that left no run behind. descent:
-    phases of the study's arms.
+    phases of the study's arms. interactions: names of four arms each.
     """
 
     runs: list[Run] = field(default_factory=list)
@@ -35,6 +35,7 @@ class Gathered:
     title: str = "comparison"
     failures: list[dict[str, Any]] = field(default_factory=list)
     descent: list[dict[str, Any]] = field(default_factory=list)
+    interactions: Mapping[str, Sequence[str]] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -84,7 +85,7 @@ def of_study(study: Study) -> Gathered:
 
     arms: dict[str, list[Run]] = {name: [] for name in study.arms}
     found = Gathered(overrides=study.arms, baseline=study.baseline, tuned=study.tuned_keys, title=study.name)
-    found.metric, found.confidence = study.metric, study.confidence
+    found.metric, found.confidence, found.interactions = study.metric, study.confidence, study.interactions
     found.under_test = sorted({name_of(argument) for row in study.arms.values() for argument in row})
     found.commands, found.descent = [study.command], read_phases(study.path)
     for path in sorted(study.runs.glob("*")) if study.runs.is_dir() else []:

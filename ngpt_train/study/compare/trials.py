@@ -145,14 +145,14 @@ def pair_of(arm: Arm, baseline: Arm, metric: str) -> tuple[Pair | None, list[str
     shared = {b: one.keys() & other.keys() for b, (one, other) in cells.items()}
     budgets, seeds = [b for b in cells if shared[b]], sorted(set().union(*shared.values()))
     trials = [cells[b][side][s] if s in shared[b] else None for side in (0, 1) for b in budgets for s in seeds]
-    losses = _losses(trials).reshape(2, len(budgets), len(seeds))
-    rows, why = _rows(trials, metric)
+    losses = losses_of(trials).reshape(2, len(budgets), len(seeds))
+    rows, why = rows_of(trials, metric)
     if rows is None:
         notes.append(f"{names}: without the noise of validation rows, because {why}")
     of_rows = (None, None) if rows is None else rows.reshape(*losses.shape, -1)
     both = [[(x, b) for x in (baseline, arm)] for b in budgets]
     prices = np.array([[x.prices[b] for x, b in row] for row in both])
-    unstable = np.array([[x.divergences[b].price if b in x.divergences else NO_PRICE for x, b in row] for row in both])
+    unstable = np.array([[divergence_price(x, b) for x, b in row] for row in both])
     first = None if rows is None else next(trial for trial in trials if trial is not None)
     further, why = _further(baseline, budgets, first, metric)
     notes += [f"{baseline.name}: {why}"] if why else []
@@ -177,11 +177,11 @@ def _further(baseline: Arm, shared: Sequence[int], first: Trial | None, metric: 
     runs = [list(baseline.at_best(budget).values()) for budget in others]
     width = max(map(len, runs))
     trials = [trial for of_budget in runs for trial in [*of_budget, *[None] * (width - len(of_budget))]]
-    losses = _losses(trials).reshape(len(runs), width)
+    losses = losses_of(trials).reshape(len(runs), width)
     prices = np.array([baseline.prices[budget] for budget in others])
     if first is None:
         return Further(np.array(others, float), losses, None, prices), said
-    rows, why = _rows([first, *trials], metric)
+    rows, why = rows_of([first, *trials], metric)
     if rows is None:
         return None, f"its further budgets are not part of the fit, because {why}"
     return Further(np.array(others, float), losses, rows[1:].reshape(*losses.shape, -1), prices), said
@@ -191,11 +191,23 @@ def _numbered(trials: Mapping[int, Trial]) -> dict[int, Trial]:
     return dict(enumerate(trials[seed] for seed in sorted(trials)))
 
 
-def _losses(trials: Sequence[Trial | None]) -> np.ndarray:
+def divergence_price(arm: Arm, budget: int) -> tuple[float, float]:
+    return arm.divergences[budget].price if budget in arm.divergences else NO_PRICE
+
+
+def price_at(arm: Arm, budget: int) -> tuple[float, float]:
+    """How much lower the arm's loss may be at its optimum, and how much more that may be: the price of the rest of the
+    grid and of values at which a seed diverges."""
+    (grid, more), (diverged, also) = arm.prices[budget], divergence_price(arm, budget)
+    return grid + diverged, math.hypot(more, also)
+
+
+def losses_of(trials: Sequence[Trial | None]) -> np.ndarray:
+    """(n,) nats; NaN for no trial."""
     return np.array([np.nan if trial is None else trial.loss for trial in trials], float)
 
 
-def _rows(trials: Sequence[Trial | None], metric: str) -> tuple[np.ndarray | None, str]:
+def rows_of(trials: Sequence[Trial | None], metric: str) -> tuple[np.ndarray | None, str]:
     """(n, R): the part of each row in the loss of each trial, NaN for no trial; or None and the reason."""
     first: Rows | None = None
     found: list[np.ndarray | None] = []

@@ -90,6 +90,12 @@ MISTAKES: dict[str, tuple[str, list[str], list[str]]] = {
     "no budget": ("budgets: []\n", [], ["study.budgets=[]", "For example"]),
     "less than a step": ("budgets: [100]\n", [], ["arm gpt, budget 100", "512"]),
     "budgets of the same steps": ("budgets: [5120, 5200]\n", [], ["5200 tokens are 10 steps", "name it once"]),
+    "interaction": ("interactions: {x: [gpt, ngpt]}\n", [], ["study.interactions", "x:", "four arms"]),
+    "an interaction's arm": (
+        "interactions: {x: [gpt, ngpt, gpt, npgt]}\n",
+        [],
+        ["study.interactions: x: npgt", "did you mean ngpt", "Arms: gpt"],
+    ),
     "seed twice": ("", ["study.seeds=[1,1]"], ["study.seeds=[1,1]", "Name each once"]),
     "factor": ("tune: {optim.lr: 1}\n", [], ["study.tune", "optim.lr", "factor"]),
     "tuned values": ("tune: {optim.eps: [1]}\n", [], ["study.tune", "optim.eps", "list of two values", "a factor"]),

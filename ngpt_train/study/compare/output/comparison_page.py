@@ -94,7 +94,7 @@ def _sections(report: Report, drawn: list[Chart]) -> list[str]:
             content += _table(report, BENEATH[chart.name](report))
         made.append(section(chart.name, chart.title, content))
     others = (make(report) for make in (tables.differences, tables.referee, tables.failures, tables.audits))
-    for found in (*descents(report), *others):
+    for found in (*tables.interactions(report), *descents(report), *others):
         made.append(section(found.name, found.title, _table(report, found)))
     if said := "".join(f"<li>{escape(note)}</li>" for note in notes(report)):
         made.append(section("notes", "Notes", f"<ul>{said}</ul>"))

@@ -76,6 +76,7 @@ def _tables(report: Report) -> list[Table]:
         tables.end_loss(report),
         _without(ratios, above, "of the verdicts stand above"),
         tables.differences(report),
+        *tables.interactions(report),
         _without(tuned, others, "of other budgets stand in report.html"),
         *descents(report),
         *(make(report) for make in (tables.costs, tables.referee, tables.audits, tables.failures)),

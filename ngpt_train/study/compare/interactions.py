@@ -1,0 +1,91 @@
+"""Interactions: what a change of an arm is worth less when another change is there, too.
+
+Of four arms a, b, c, d with end losses L, paired by seed and validation row:
+
+    I = (L_a - L_b) - (L_c - L_d)
+
+With a and b nGPT and GPT under Muon, c and d the same under AdamW, I > 0 is the part of nGPT's advantage that Muon
+takes away. Its interval is a difference's (noise.py), of D = L_a - L_b against the baseline D' = L_c - L_d.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ngpt_train.study.compare.intervals import difference_at
+from ngpt_train.study.compare.noise import Noise, Pair
+from ngpt_train.study.compare.trials import Arm, losses_of, price_at, rows_of
+
+
+def interactions(
+    asked: Mapping[str, Sequence[str]], arms: Mapping[str, Arm], metric: str, confidence: float
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """`interactions` of report.json, an entry for each budget at which all four arms have a common seed; and notes.
+
+    asked: the names of a, b, c, d by the interaction's name. arms: by name; a missing one has no run.
+    """
+    entries, notes = [], []
+    for name, names in asked.items():
+        if missing := [arm for arm in names if arm not in arms]:
+            notes.append(f"interaction {name}: {', '.join(missing)} has no run")
+            continue
+        four = [arms[arm] for arm in names]
+        pair, why = _pair_of(four, metric)
+        if pair is None:
+            notes.append(f"interaction {name}: {why}")
+            continue
+        notes += [f"interaction {name}: {why}"] if why else []
+        noise = Noise(pair)
+        for at, budget in enumerate(map(int, pair.budgets)):
+            found = difference_at(pair, noise, at, confidence)
+            untuned = [x.name for x in four if x.state(budget) == "edge"]
+            entries.append(
+                {
+                    "name": name,
+                    "arms": list(names),
+                    "budget": budget,
+                    "estimate": found.estimate,
+                    "low": found.low,
+                    "high": found.high,
+                    "confidence": confidence,
+                    "n_seeds": found.n_seeds,
+                    "n_rows": found.n_rows,
+                    "resolved": found.is_resolved and not untuned,
+                    "untuned": untuned,
+                }
+            )
+    return entries, notes
+
+
+def _pair_of(four: Sequence[Arm], metric: str) -> tuple[Pair | None, str]:
+    """D against D' at the budgets and seeds that all four arms have; None and the reason where there are none, else
+    the reason why validation rows are left out."""
+    seeds_at = {
+        budget: set.intersection(*(set(arm.at_best(budget)) for arm in four))
+        for budget in sorted(set.intersection(*(set(arm.best) for arm in four)))
+    }
+    budgets = [budget for budget, seeds in seeds_at.items() if seeds]
+    if not budgets:
+        return None, "its arms have no budget and seed in common"
+    seeds = sorted(set().union(*(seeds_at[budget] for budget in budgets)))
+    trials = [
+        arm.at_best(budget)[seed] if seed in seeds_at[budget] else None
+        for arm in four
+        for budget in budgets
+        for seed in seeds
+    ]
+    a, b, c, d = losses_of(trials).reshape(4, len(budgets), len(seeds))
+    rows, why = rows_of(trials, metric)
+    of_rows: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
+    if rows is not None:
+        of_a, of_b, of_c, of_d = rows.reshape(4, len(budgets), len(seeds), -1)
+        of_rows = of_c - of_d, of_a - of_b
+    prices = np.array([[price_at(arm, budget) for arm in four] for budget in budgets])  # (K, 4, 2)
+    # What a and d may still gain lowers I; what b and c may still gain raises it.
+    sides = [prices[:, (1, 2)], prices[:, (0, 3)]]
+    both = [np.stack([x[:, :, 0].sum(1), np.hypot(x[:, 0, 1], x[:, 1, 1])], axis=1) for x in sides]
+    pair = Pair(np.array(budgets, float), c - d, a - b, *of_rows, prices=np.stack(both, axis=1))
+    return pair, "" if rows is not None else f"without the noise of validation rows, because {why}"
