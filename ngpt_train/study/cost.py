@@ -90,7 +90,7 @@ def rehearsal(study: Study, runs: Runs, far: bool = False) -> dict[Point, Result
     return results
 
 
-def descent_table(study: Study, runs: Runs) -> str:
+def study_tables(study: Study, runs: Runs) -> str:
     """The phases of each arm at the first budget with further keys, if no key gains; empty without such keys."""
     budget = study.search_order[0]
     found = phases(study, runs.start, runs.grids, rehearsal(study, runs))

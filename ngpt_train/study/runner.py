@@ -17,7 +17,7 @@ from ngpt_train.config.validate import did_you_mean, mistake, nearest, show
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import DirectoryLock, write_json
 from ngpt_train.study.compare.comparison import check_out
-from ngpt_train.study.cost import costs, descent_table, measure, table
+from ngpt_train.study.cost import costs, measure, study_tables, table
 from ngpt_train.study.definition import LR, Study, hashable, read_study, write_study
 from ngpt_train.study.descent import write_phases
 from ngpt_train.study.engines import Ended, Engine, Job
@@ -75,7 +75,7 @@ def make(
         sizes = measure(configs, engine.threads, is_here)
         expected = costs(study, runs, sizes)
         print(
-            "\n\n".join(filter(None, [table(study, expected, sizes, engine.jobs), descent_table(study, runs)])),
+            "\n\n".join(filter(None, [table(study, expected, sizes, engine.jobs), study_tables(study, runs)])),
             flush=True,
         )
         if lock is None:

@@ -41,7 +41,7 @@ def test_a_mistake_is_one_message_and_exit_code_2(command: str, tmp_path: Path) 
     done = run("train", "model=ngtp", command=command, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.startswith("error: model=ngtp: no such option; did you mean ngpt?")
+    assert done.stderr.startswith("error: model=ngtp: no such option; did you mean ngpt or angpt?")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -214,7 +214,7 @@ def test_help_and_mistakes_are_like_everyones(postln: Path, capsys: pytest.Captu
     text = capsys.readouterr().out
     assert "model=postln: GPT with its norms after the sums (post-LN)." in text
     assert "  model.residual_scale=auto    (a number > 0 and <= 100 or auto)" in text
-    assert re.search(r"  model +composed [^A-Z]*normformer [^A-Z]*postln\s+powernorm", text)
+    assert re.search(r"  model +angpt [^A-Z]*normformer [^A-Z]*postln\s+powernorm", text)
     assert main(["train", "--help"]) == 0
     assert "postln" not in capsys.readouterr().out
     assert "model.residual_scale=big: must be a number > 0" in says("model=postln", "model.residual_scale=big")

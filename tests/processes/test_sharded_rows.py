@@ -72,7 +72,7 @@ def of_matrices(sharded: bool) -> dict[str, Any]:
     if mesh is not None:
         fully_shard(module, mesh=mesh)
     parameters = dict(module.named_parameters())
-    optimizer = RowAdam([{"params": list(parameters.values())}], [True], lr=0.1, betas=(0.9, 0.95))
+    optimizer = RowAdam([{"params": list(parameters.values())}], ["sphere"], lr=0.1, betas=(0.9, 0.95))
     before: dict[str, Tensor] = {}
     for step in range(4):
         for name, parameter in parameters.items():

@@ -183,7 +183,9 @@ def test_a_change_that_is_allowed() -> None:
 @pytest.mark.parametrize("key", ["model.d_model", "optim.lrr"])
 def test_a_change_that_is_never_allowed(key: str) -> None:
     """Caught: a run whose start takes a permission that its resume refuses."""
-    problem = "is no key; did you mean optim.lr or" if key == "optim.lrr" else "cannot be changed on a resume"
+    problem = (
+        "is no key; did you mean optim.lr, optim.lr_rule or" if key == "optim.lrr" else "cannot be changed on a resume"
+    )
     with pytest.raises(ConfigError, match=re.escape(f"run.allow_change=[optim.lr,{key}]: {key} {problem}")):
         load_config([f"run.allow_change=[optim.lr,{key}]"])
 

@@ -295,7 +295,7 @@ def test_gradient_scale(kernels, dtype: torch.dtype) -> None:
     multiplied by the scale too, and a formula that disagrees."""
     h, matrix, targets, scale = draw((11,), 64, 101, dtype)
     other = torch.linspace(-1, 3, 101)
-    options = (0.01, 0.1, other)
+    options = (0.01, 0.1, 0.0, other)
     h64, matrix64, scale64 = in_fp64(h, matrix, scale)
     logits = (scale64 * (h64 @ matrix64.t())).detach().requires_grad_()
     loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=0.1, ignore_index=IGNORED)
@@ -307,7 +307,7 @@ def test_gradient_scale(kernels, dtype: torch.dtype) -> None:
     assert torch.equal(found, linear_cross_entropy(h, matrix, targets, scale, *options[:2]))
     for gradient, wanted in zip(torch.autograd.grad(found, (h, matrix, scale)), expected, strict=True):
         assert error(gradient, wanted) <= TOLERANCE[dtype]
-    exact = formula(h64, matrix64, targets, scale64, 0.01, 0.1, other.double())
+    exact = formula(h64, matrix64, targets, scale64, 0.01, 0.1, 0.0, other.double())
     assert error(exact, loss) < 1e-14
     for gradient, wanted in zip(torch.autograd.grad(exact, (h64, matrix64, scale64)), expected, strict=True):
         assert error(gradient, wanted) <= 1e-13

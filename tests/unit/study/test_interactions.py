@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import t as student
 
 from ngpt_train.study.compare.interactions import interactions
-from ngpt_train.study.compare.output import tables
+from ngpt_train.study.compare.output import study_tables
 from ngpt_train.study.compare.trials import Arm, read_arm
 from ngpt_train.study.points import Point
 from tests.unit.study.simulated import run_of
@@ -49,7 +49,7 @@ def test_an_untuned_arm_resolves_nothing() -> None:
     (entry,), _ = interactions({"x": "abcd"}, arms | {"b": arm("b", losses["b"], rate_below=4.5)}, "loss", 0.95)
     assert not entry["resolved"]
     assert entry["untuned"] == ["b"]
-    (table,) = tables.interactions({"unit": "nats per token", "interactions": [entry]})
+    (table,) = study_tables.interactions({"unit": "nats per token", "interactions": [entry]})
     assert table.rows[0][:3] == ["x", "(a less b) less (c less d)", "410k"]
     assert table.rows[0][-1] == "untuned: b"
 

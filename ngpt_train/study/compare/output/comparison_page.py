@@ -10,7 +10,7 @@ from ngpt_train.report.page.chart import Chart
 from ngpt_train.report.page.html import figure, glyph, header, links, page, scrolled, section
 from ngpt_train.report.rounded import DASH
 from ngpt_train.study.compare.output import charts, tables
-from ngpt_train.study.compare.output.descent_table import descents
+from ngpt_train.study.compare.output.study_tables import descents, interactions
 from ngpt_train.study.compare.output.tables import Table
 from ngpt_train.study.compare.output.wording import (
     NO_CONFOUNDS,
@@ -94,7 +94,7 @@ def _sections(report: Report, drawn: list[Chart]) -> list[str]:
             content += _table(report, BENEATH[chart.name](report))
         made.append(section(chart.name, chart.title, content))
     others = (make(report) for make in (tables.differences, tables.referee, tables.failures, tables.audits))
-    for found in (*tables.interactions(report), *descents(report), *others):
+    for found in (*interactions(report), *descents(report), *others):
         made.append(section(found.name, found.title, _table(report, found)))
     if said := "".join(f"<li>{escape(note)}</li>" for note in notes(report)):
         made.append(section("notes", "Notes", f"<ul>{said}</ul>"))

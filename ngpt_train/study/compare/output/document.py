@@ -11,8 +11,8 @@ from ngpt_train.core.files import write_atomically
 from ngpt_train.core.recorded import printable
 from ngpt_train.report.rounded import DASH, si
 from ngpt_train.study.compare.output import tables
-from ngpt_train.study.compare.output.descent_table import descents
 from ngpt_train.study.compare.output.series import end_losses
+from ngpt_train.study.compare.output.study_tables import descents, interactions
 from ngpt_train.study.compare.output.tables import Table
 from ngpt_train.study.compare.output.wording import (
     HOW,
@@ -76,7 +76,7 @@ def _tables(report: Report) -> list[Table]:
         tables.end_loss(report),
         _without(ratios, above, "of the verdicts stand above"),
         tables.differences(report),
-        *tables.interactions(report),
+        *interactions(report),
         _without(tuned, others, "of other budgets stand in report.html"),
         *descents(report),
         *(make(report) for make in (tables.costs, tables.referee, tables.audits, tables.failures)),

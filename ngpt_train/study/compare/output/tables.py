@@ -198,22 +198,6 @@ def _mean_and_spread(report: Report, losses: list[float]) -> str:
     return f"{number(float(np.mean(losses)), 4)}{spread}" + f" ({len(losses)})" * (len(_counts(report)) > 1)
 
 
-def interactions(report: Report) -> list[Table]:
-    """The table of a study's interactions; none where it asks for none."""
-    rows = []
-    for x in report.get("interactions", ()):
-        a, b, c, d = x["arms"]
-        words = (
-            f"untuned: {', '.join(x['untuned'])}" if x["untuned"] else "resolved" if x["resolved"] else "not resolved"
-        )
-        shown = si(x["budget"]), interval(x["estimate"], x["low"], x["high"]), si(x["n_seeds"])
-        rows.append([x["name"], f"({a} less {b}) less ({c} less {d})", *shown, words])
-    columns = [("Interaction", TEXT), ("Of the losses of", TEXT), ("Budget (tokens)", NUMBER)]
-    columns += [(report["unit"], NUMBER), ("Seeds", NUMBER), ("State", TEXT)]
-    note = "Below 0: a gains more on b than c gains on d. Paired by seed and validation row."
-    return [Table("interactions", "Interactions", columns, rows, note)] if rows else []
-
-
 def differences(report: Report) -> Table:
     """Without the differences themselves if there is one budget: these stand in the table of verdicts."""
     rows, several = [], len(report["budgets"]) > 1

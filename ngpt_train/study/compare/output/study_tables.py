@@ -1,8 +1,8 @@
-"""The table of a study's coordinate descent."""
+"""Tables of what a study alone has: its coordinate descent and its interactions."""
 
 from __future__ import annotations
 
-from ngpt_train.report.rounded import number, si
+from ngpt_train.report.rounded import interval, number, si
 from ngpt_train.study.compare.output.tables import ARM, CODE, NUMBER, TEXT, Table
 from ngpt_train.study.compare.output.wording import Report, short
 
@@ -25,3 +25,19 @@ def descents(report: Report) -> list[Table]:
         "value to the last. Where nothing was gained, To is the best value tried beside it."
     )
     return [Table("descent", "What each key gained", columns, rows, note)] if rows else []
+
+
+def interactions(report: Report) -> list[Table]:
+    """The table of a study's interactions; none where it asks for none."""
+    rows = []
+    for x in report.get("interactions", ()):
+        a, b, c, d = x["arms"]
+        words = (
+            f"untuned: {', '.join(x['untuned'])}" if x["untuned"] else "resolved" if x["resolved"] else "not resolved"
+        )
+        shown = si(x["budget"]), interval(x["estimate"], x["low"], x["high"]), si(x["n_seeds"])
+        rows.append([x["name"], f"({a} less {b}) less ({c} less {d})", *shown, words])
+    columns = [("Interaction", TEXT), ("Of the losses of", TEXT), ("Budget (tokens)", NUMBER)]
+    columns += [(report["unit"], NUMBER), ("Seeds", NUMBER), ("State", TEXT)]
+    note = "Below 0: a gains more on b than c gains on d. Paired by seed and validation row."
+    return [Table("interactions", "Interactions", columns, rows, note)] if rows else []
