@@ -1,4 +1,4 @@
-"""Writes docs/atlas.md: what the authors of each method claim, beside what the published studies measure.
+"""Writes docs/atlas.md: what is claimed of each method, beside what the published studies measure.
 
 python scripts/atlas.py [STUDIES]
 
@@ -12,14 +12,16 @@ from typing import Any
 
 import yaml
 
+from ngpt_train.study.compare.output.wording import VERDICTS
+
 DOCS = Path(__file__).parents[1] / "docs"
-VERDICTS = {"better": "better", "worse": "worse", "not_resolved": "not resolved", "untuned": "untuned"}
 HEAD = """# Atlas
 
-What the authors of each method claim, and what the [studies](studies/README.md) measure. Written by `python
+What is claimed of each method, and what the [studies](studies/README.md) measure. Written by `python
 scripts/atlas.py` from [atlas.yaml](atlas.yaml) and the studies' `report.json`.
 
-- *Claim*: the authors' words in short, with scale, budget and baseline. "Second-hand": only texts about it were found.
+- *Claim*: the authors' in short unless it says otherwise, with scale, budget and baseline. "Second-hand": only texts
+  about it were found.
 - *Difference*: the arm's loss less the baseline's in nats, at the largest budget that both have, with its 95 %
   interval. Our models have some million parameters and see some million tokens. A claim about other sizes is neither
   confirmed nor refuted by them.
@@ -30,7 +32,7 @@ scripts/atlas.py` from [atlas.yaml](atlas.yaml) and the studies' `report.json`.
 
 def claims() -> str:
     """The table of claims, a row for each method."""
-    rows = ["| method | chosen by | its authors claim | scale | budget | against |", "|---|---|---|---|---|---|"]
+    rows = ["| method | chosen by | what is claimed | scale | budget | against |", "|---|---|---|---|---|---|"]
     for entry in entries():
         where = entry["source"] + ("" if entry["read"] == "paper" else f", {entry['read']}")
         cells = f"`{entry['chosen_by']}`", f"{entry['claim']} ({where})", entry["scale"], entry["budget"]
@@ -56,10 +58,10 @@ def measured(report: dict[str, Any], arm: str) -> str:
     """The cells of an arm, from a study's report.json. Raises KeyError for an arm that the report does not have."""
     baseline = report["baseline"]
     verdict = VERDICTS[report["verdicts"][arm]]
-    difference = max(
-        (each for each in report["differences"] if each["arm"] == arm and each["estimate"] is not None),
-        key=lambda each: each["budget"],
-    )
+    differences = [each for each in report["differences"] if each["arm"] == arm]
+    if not differences:
+        return f"`{arm}`, `{baseline}` | - | - | - | {verdict} | {_step(report, arm, baseline)}"
+    difference = max(differences, key=lambda each: each["budget"])
     ratio = next(
         each
         for each in report["speedups"]
@@ -86,7 +88,7 @@ def _with_interval(found: dict[str, Any], digits: int) -> str:
     if numbers[0] is None:
         return "-"
     estimate, low, high = ("?" if number is None else f"{number:.{digits}f}" for number in numbers)
-    return f"{estimate} ({low} to {high})"
+    return f"{estimate}, no interval" if low == high == "?" else f"{estimate} ({low} to {high})"
 
 
 def _step(report: dict[str, Any], arm: str, baseline: str) -> str:

@@ -130,7 +130,12 @@ def check_allowed(config: Config) -> None:
 def check_resume(stored: Config, new: Config) -> None:
     """Raises ConfigError, listing the differences, unless a run that was started with `stored` may go on with
     `new`: with the same mathematics and the same data, but for the keys of run.allow_change. Both are resolved.
-    train.steps may only grow."""
+    train.steps may only grow, and moments of another kind of optimizer are never taken over."""
+    if stored.optim.direction != new.optim.direction:
+        old, value = stored.optim.name, new.optim.name
+        problem = f"{old} in its checkpoint, {value} here, and the moments of one say nothing to the other"
+        fix = f"Give optim.name={old} to go on, or begin a new run with its weights: run.init_from=DIRECTORY"
+        raise mistake(f"optim.name: run.name={new.run.name}: {problem}", fix)
     allowed = new.run.allow_change or []
     differences = [difference for difference in what_differs(stored, new) if difference[0] not in allowed]
     if not differences:

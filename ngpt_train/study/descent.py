@@ -44,7 +44,8 @@ class Phase:
     """The tuning of one key with the others fixed.
 
     start, end: its values; where nothing gained, end is the best value tried beside the start. gain: by how much the
-    end loss fell from start to end, a mean over their n_seeds shared seeds; None if unknown, or if the start fails.
+    end loss fell from start to end, a mean over their n_seeds shared seeds, of a further key without the seed that
+    chose it; None if unknown, or if the start fails.
     noise: between seeds, so far; None if unknown. runs: made for it.
     """
 
@@ -124,8 +125,8 @@ class _Descent:
         return best
 
     def _key(self, start: Values, key: str) -> Generator[list[At], None, Values]:
-        """Goes to better values as long as one gains more than the noise, over all seeds. Only a value that is better
-        with the first seed gets the others."""
+        """Goes to better values as long as one gains more than the noise. The first seed chooses the value. One that is
+        better with it gets the other seeds, which alone say what it gains."""
         n_runs, best, other, is_out = self._n_runs(), start, None, False
         first, *others = self._study.seeds
         while True:
@@ -136,12 +137,12 @@ class _Descent:
             if is_out or other is None or self.seen[other][first] >= self.seen[best][first]:
                 break
             is_out = not (yield from self._made([(other, seed) for seed in others]))
-            gain, _ = self._gain(best, other)
+            gain, _ = self._gain(best, other, but=first)
             if is_out or gain is None or gain <= (self._noise() or 0.0):
                 break
             best = other
         state = GAINED if best != start else OUT_OF_RUNS if is_out else WITHIN_NOISE
-        self._say(key, start, best if best != start else other, n_runs, state)
+        self._say(key, start, best if best != start else other, n_runs, state, but=first)
         self._is_out |= is_out
         return best
 
@@ -170,16 +171,19 @@ class _Descent:
         sigma, degrees = noise_between_seeds([self.seen])
         return sigma if degrees else None
 
-    def _gain(self, start: Values, end: Values) -> tuple[float | None, int]:
+    def _gain(self, start: Values, end: Values, but: int | None = None) -> tuple[float | None, int]:
         """The gain and its number of seeds. Infinite where a seed fails at the start alone; None where one fails at the
-        end, or no seed is shared."""
+        end, or no seed is shared. but: a seed that does not count where there are others."""
         shared = [seed for seed in self.seen.get(start, {}) if seed in self.seen[end]]
+        shared = [seed for seed in shared if seed != but] or shared
         gains = [self.seen[start][seed] - self.seen[end][seed] for seed in shared]
         gain = statistics.fmean(gains) if gains else math.nan
         return (None if math.isnan(gain) or gain == -math.inf else gain), len(gains)
 
-    def _say(self, key: str, start: Values, end: Values | None, n_runs: int, state: str) -> None:
-        gain, n_seeds = (None, 0) if end is None else self._gain(start, end)
+    def _say(
+        self, key: str, start: Values, end: Values | None, n_runs: int, state: str, but: int | None = None
+    ) -> None:
+        gain, n_seeds = (None, 0) if end is None else self._gain(start, end, but)
         gain = None if gain == math.inf else gain
         to, runs = None if end is None else dict(end)[key], self._n_runs() - n_runs
         self.phases.append(Phase(key, dict(start)[key], to, gain, self._noise(), n_seeds, runs, state))

@@ -171,10 +171,10 @@ class OptimConfig:
         where there is none."""
         row = self.row_of(config.scale.name)
         if not row:
-            scales = ", ".join(scale for scale in self.lr_table if self.row_of(scale)) or "no scale"
+            scales = ", ".join(scale for scale in self.lr_table if self.row_of(scale))
             of_optimizer = "" if self.matrix_step is None else f" and optim.name={self.name}"
-            missing = f"for scale={config.scale.name}{of_optimizer}, only for {scales}"
-            problem = f"the recipe's table has no learning rate {missing}"
+            others = f", only for {scales}" if scales else ", nor for another scale"
+            problem = f"the recipe's table has no learning rate for scale={config.scale.name}{of_optimizer}{others}"
             raise mistake(f"optim.lr=auto: {problem}", "Set optim.lr=NUMBER")
         steps, context = config.train.steps, config.model.context
         tokens = steps * config.train.rows_per_step * context
@@ -184,6 +184,11 @@ class OptimConfig:
     def matrix_step(self) -> MatrixStep | None:
         """The step on the matrices of blocks; None: Adam's, as on all parameters."""
         return MATRIX_STEPS.get(self.name)
+
+    @property
+    def direction(self) -> str:
+        """Of a step on the matrices of blocks. It decides which moments a checkpoint has."""
+        return "adam" if self.matrix_step is None else self.matrix_step.direction
 
     def row_of(self, scale: str) -> dict[int, Any]:
         """The contexts and entries of lr_table for this optimizer at `scale`; empty where there are none."""
@@ -211,11 +216,15 @@ class OptimConfig:
             yield "optim.gate_power optim.name", "the gate is a part of Adam's step", fix
         if self.angle_cap is not None and not model.unit_rows:
             fix = "Set optim.angle_cap=null, or take model=ngpt with model.constraint=projection"
-            yield "optim.angle_cap model.name", "the cap is for rows that each step brings back to length 1", fix
+            blamed = "model.constraint" if hasattr(model, "constraint") else "model.name"
+            yield f"optim.angle_cap {blamed}", "the cap is for rows that each step brings back to length 1", fix
         given = [name for name, value in vars(self.reference).items() if value is not None]
         if self.lr_rule == "none" and given:
             fix = "Set optim.lr_rule=hyperp, or leave optim.reference out"
             yield f"optim.reference.{given[0]} optim.lr_rule", "no rule carries the rate", fix
+        if self.lr_rule != "none" and not given:
+            fix = "Set optim.reference.n_layers, .tokens or .batch_tokens, or optim.lr_rule=none"
+            yield "optim.lr_rule", "no run is named from which the rule carries the rate", fix
         for name in OF_MUON:
             if name not in self._of_muon() and getattr(self, name) is not None:
                 key = f"optim.{name}"

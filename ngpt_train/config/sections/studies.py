@@ -46,7 +46,8 @@ def _problem_of_tuned(tuned: Mapping[Any, Any], arm: str = "") -> str | None:
 
 def _problem_of_interactions(asked: Mapping[Any, Any]) -> str | None:
     for name, four in asked.items():
-        if not (isinstance(four, list) and len(four) == 4 and all(isinstance(arm, str) for arm in four)):
+        is_list = isinstance(four, list) and all(isinstance(arm, str) for arm in four)
+        if not is_list or len({*four}) != 4 or len(four) != 4:
             return f"{name}: {four!r} is not a list of four arms [a, b, c, d], for (a less b) less (c less d)"
     return None
 

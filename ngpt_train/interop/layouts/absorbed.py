@@ -30,6 +30,7 @@ from ngpt_train.models.ngpt.keys import ScaleVectorConfig
 from ngpt_train.models.ngpt.model import value_of
 
 PADS = 8  # keeps the width of the hidden state a multiple of 8
+SMALLEST = 2.0**-8  # share of the first h in the last one, by which matrices that write to it are divided
 CONSTANT = 2.0**20  # its square hides |g|^2 < 2^18 in fp32
 
 
@@ -88,6 +89,13 @@ class AnGPTLayout(Layout):
             D = D * nu(alpha) * (1 - alpha)
             of_layer["w_down"] = writes(w[f"{layer}.w_down"], nu(alpha) * alpha / root_mean_square_of_silu(nu_uv))
             found |= {f"model.{layer}.{OF_LAYER[name]}": x for name, x in of_layer.items()}
+        if not bool((D.abs() >= SMALLEST).all()):
+            least = f"{D.abs().nan_to_num().min():.2g}"
+            problem = (
+                f"an alpha near 1 leaves {least} of a coordinate of the first h in the last, {SMALLEST:.2g} is needed"
+            )
+            fix = "Set export.layout=safetensors"
+            raise DataError(f"export.layout=angpt: {problem}: fp32 would lose the rest\n  {fix}")
         found["model.norm.weight"] = norm
         output = w["embedding" if config.tied_embeddings else "output"]
         found[OUTPUT] = reads(output, in_use("s_z", config.s_z)[:, None])

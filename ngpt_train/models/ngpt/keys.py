@@ -125,6 +125,11 @@ class ScaledConfig(ModelConfig):
     def reads_reference_depth(self) -> bool:
         return bool({"0.05*L_ref/L", "0.05*sqrt(L_ref/L)"} & self.words())
 
+    @property
+    def in_ball(self) -> bool:
+        """Whether rows have a largest length instead of a fixed one."""
+        return True
+
     def scales(self) -> dict[str, ScaleVectorConfig]:
         return {name: x for name, x in vars(self).items() if isinstance(x, ScaleVectorConfig)}
 
@@ -143,6 +148,10 @@ class ScaledConfig(ModelConfig):
         if config.optim.weight_decay:
             fix = "Set optim.weight_decay=0, or leave the recipe to the model"
             yield "optim.weight_decay model.name", "its weights are never decayed", fix
+        step = config.optim.matrix_step
+        if self.in_ball and step is not None and step.keeps_norm:
+            problem = "rows that may become shorter, and matrices that keep their length, exclude each other"
+            yield "optim.name model.name", problem, "Set optim.name=adam, muon or normuon"
 
 
 @dataclass
@@ -213,6 +222,10 @@ class NGPTConfig(ScaledConfig):
     @property
     def unit_rows(self) -> bool:
         return self.constraint == "projection"
+
+    @property
+    def in_ball(self) -> bool:
+        return self.constraint == "ball"
 
     def lr_factors(self, steps: int) -> LrFactors | None:
         if self.lr_rule == "none":

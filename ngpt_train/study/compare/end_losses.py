@@ -80,7 +80,7 @@ class EndLosses:
     @property
     def note(self) -> str | None:
         if not self.may_bend:
-            return "the fit is a line through two budgets, and the interval lacks its error"
+            return "the fit is a line through two budgets, whose error is not known: no interval"
         return None if self.beyond > 1 else BENDS_DOWN
 
     @property
@@ -115,8 +115,8 @@ class EndLosses:
         return np.asarray(a - b * bent(self._log(tokens), self.bend))
 
     def error(self, tokens: np.ndarray) -> np.ndarray:
-        """(n,) zeros: the error of this form is not known."""
-        return np.zeros(len(tokens))
+        """(n,) the error of the form: none is known of a power law; of a line through two budgets it is unbounded."""
+        return np.full(len(tokens), 0.0 if self.may_bend else np.inf)
 
     def weights(self, tokens: np.ndarray) -> np.ndarray:
         """(n, K) derivatives of the fitted loss at n tokens by `losses`."""

@@ -41,7 +41,9 @@ def interactions(
         noise = Noise(pair)
         for at, budget in enumerate(map(int, pair.budgets)):
             found = difference_at(pair, noise, at, confidence)
-            untuned = [x.name for x in four if x.state(budget) == "edge"]
+            states = {x.name: x.state(budget) for x in four}
+            mixed = {"not tried", "bracketed"} <= set(states.values())
+            untuned = [x for x, state in states.items() if state == "edge" or (mixed and state == "not tried")]
             entries.append(
                 {
                     "name": name,

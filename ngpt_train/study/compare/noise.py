@@ -180,8 +180,10 @@ class Noise:
         u = self._padded(u)
         of_budgets = np.sum((u @ self.seeds) * u, axis=2) * self.factors / self.n_seeds
         seeds = of_budgets.sum(axis=1)
-        if (self.n_seeds[np.any(u != 0, axis=(0, 2))] < 2).all():
-            seeds = np.full(len(u), np.nan)  # single seeds stay unknown in spite of other budgets' noise
+        # A difference at single seeds stays unknown in spite of other budgets' noise.
+        of_difference = u[:, :, 1] != 0
+        involved = np.where(of_difference.any(axis=1, keepdims=True), of_difference, u[:, :, 0] != 0)
+        seeds = np.where(involved.any(axis=1) & ~(involved & (self.n_seeds > 1)).any(axis=1), np.nan, seeds)
         with np.errstate(divide="ignore", invalid="ignore"):
             df = seeds**2 / np.sum(of_budgets**2 / np.maximum(self.df, 1e-9), axis=1)  # Satterthwaite
         seeds_df = np.clip(np.nan_to_num(df, nan=1.0), None, max(self.difference_df, 1))

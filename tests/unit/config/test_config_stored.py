@@ -178,6 +178,8 @@ def test_a_change_that_is_allowed() -> None:
         check_resume(resumed(), resumed(*changes, "run.allow_change=[optim.lr]"))
     assert "  optim.lr:" not in str(caught.value)
     check_resume(resumed(), resumed(*changes, "run.allow_change=[optim.lr,optim.eps]"))
+    with pytest.raises(ConfigError, match=r"adamw in its checkpoint, muon here, .*\n.*run\.init_from"):
+        check_resume(resumed(), resumed("optim.name=muon", "optim.lr=1", "run.allow_change=[optim.name,optim.lr]"))
 
 
 @pytest.mark.parametrize("key", ["model.d_model", "optim.lrr"])

@@ -51,6 +51,14 @@ def test_logits(name: str, tmp_path: Path) -> None:
     assert told[0, 5:].equal(model(told)[0, 4:-1].argmax(-1))
 
 
+@pytest.mark.parametrize("alpha", [0.9, 1.0])
+def test_an_alpha_near_1_is_refused(alpha: float) -> None:
+    """Caught: weights that are not finite, or whose digits are lost."""
+    model = build_model(config(angpt_with(alpha_mlp=AlphaConfig("fixed", alpha)), SIZE))
+    with pytest.raises(DataError, match=r"an alpha near 1 leaves .*\n  Set export.layout=safetensors"):
+        AnGPTLayout().to_foreign(export_weights(model), model.config)
+
+
 def test_export(tmp_path: Path) -> None:
     """As a user does it. Caught: an export in a dtype that rounds twice, an import that takes absorbed weights for the
     model's own."""

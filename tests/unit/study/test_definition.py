@@ -92,7 +92,8 @@ MISTAKES: dict[str, tuple[str, list[str], list[str]]] = {
     "budgets of the same steps": ("budgets: [5120, 5200]\n", [], ["5200 tokens are 10 steps", "name it once"]),
     "interaction": ("interactions: {x: [gpt, ngpt]}\n", [], ["study.interactions", "x:", "four arms"]),
     "an interaction's arm": (
-        "interactions: {x: [gpt, ngpt, gpt, npgt]}\n",
+        "arms: {gpt: {model: gpt}, ngpt: {model: ngpt}, a: {model: gpt, optim.eps: 2}}\n"
+        "interactions: {x: [gpt, ngpt, a, npgt]}\n",
         [],
         ["study.interactions: x: npgt", "did you mean ngpt", "Arms: gpt"],
     ),

@@ -176,7 +176,18 @@ def test_whether_the_speedup_grows() -> None:
     pair = pair_of(Planted(ratio=1.7, budgets=budgets(2)), np.random.default_rng(0))
     ratios = [annealed_ratio(pair, Noise(pair), at, 0.95) for at in range(2)]
     assert all("a line through two budgets" in ratio.note for ratio in ratios)
+    assert [(ratio.low, ratio.high) for ratio in ratios] == [(None, None)] * 2
+    assert all(ratio.estimate is not None for ratio in ratios)
     assert trend_of(pair, Noise(pair), ratios, 0.95) is None
+
+
+def test_a_budget_with_one_seed() -> None:
+    """Caught: noise that is known next to the budget and unknown at it, so that no end of the interval is found."""
+    for draw in range(40):
+        pair = pair_of(Planted(ratio=1.1), np.random.default_rng(draw))
+        pair.arm[3, 1:] = np.nan
+        ratio = annealed_ratio(pair, Noise(pair), 3, 0.95)
+        assert (ratio.low, ratio.high) == (None, None)
 
 
 def test_identical_runs() -> None:
