@@ -131,7 +131,7 @@ COMMAND_LINES: dict[str | tuple[str, ...], str] = {
     "optim.name=muonh optim.lr=1 optim.adjust_lr=match_rms_adamw": "no effect | optim.adjust_lr=null",
     "optim.name=adamh optim.lr=1 optim.nesterov=false": "optim.name=adamh | no effect | optim.nesterov=null",
     "optim.momentum=0.9": "optim.name=adam | no effect | optim.momentum=null",
-    "optim.name=muon": "no learning rate for scale=tiny and optim.name=muon | Set optim.lr",
+    "scale=8m optim.name=muon": "no learning rate for scale=8m and optim.name=muon | Set optim.lr",
     "optim.name=moun": "adam, adamw, muon",
     "model.tied_embeddings=true optim.groups.output=1": "optim.groups.output=1.0 | optim.groups.embedding",
     "recipe=nugpt optim.groups.vector=1": "optim.groups.vector=1.0 | a rate for each | model.lr_rule=none",

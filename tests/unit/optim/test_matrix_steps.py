@@ -189,11 +189,11 @@ def test_rates_of_groups() -> None:
 
 def test_a_rate_of_another_optimizer_is_not_taken() -> None:
     """Caught: Adam's rate for Muon; an entry for Muon that Adam takes."""
-    with pytest.raises(ConfigError, match=r"no learning rate for scale=tiny and optim\.name=muon, only for"):
-        load_config(["model=gpt", "scale=tiny", "optim.name=muon"])
-    config = load_config(["model=gpt", "scale=tiny"])
-    (entry,) = config.optim.lr_table["tiny"][256]
-    config.optim.lr_table["tiny"][256].append(entry | {"optim": "muon", "lr": 0.5})
+    with pytest.raises(ConfigError, match=r"no learning rate for scale=8m and optim\.name=muon, only for"):
+        load_config(["model=gpt", "scale=8m", "optim.name=muon"])
+    config = load_config(["model=gpt", "scale=8m"])
+    (entry,) = config.optim.lr_table["8m"][256]
+    config.optim.lr_table["8m"][256].append(entry | {"optim": "muon", "lr": 0.5})
     assert config.optim.from_table(config)[0] == entry["lr"]
     config.optim.name = "muon"
     assert config.optim.from_table(config)[0] == 0.5
