@@ -28,6 +28,7 @@ from ngpt_train.config.keys import (
     nearest_multiples,
 )
 from ngpt_train.config.validate import show
+from ngpt_train.core.constants import Constraint
 
 if TYPE_CHECKING:
     from ngpt_train.config.schema import Config
@@ -179,9 +180,9 @@ class ModelConfig:
         return bool(self.embedding_dropout or self.residual_dropout or self.attention_dropout)
 
     @property
-    def unit_rows(self) -> bool:
-        """Whether every row of every matrix has length 1 after each step."""
-        return False
+    def rows(self) -> Constraint:
+        """Where each step leaves every row of every matrix. Rows that are not free start at length 1."""
+        return "free"
 
     @property
     def uses_rope(self) -> bool:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ngpt_train.core.constants import Constraint
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.distributed.compilation import keep_compiled
 from ngpt_train.distributed.layouts import (
@@ -32,7 +33,6 @@ from ngpt_train.kernels.adam import unsupported
 from ngpt_train.kernels.check.calls import DESCRIBE, Call, of_adam, recorded
 from ngpt_train.kernels.check.cases import OF_ATTENTION
 from ngpt_train.kernels.check.kernel_findings import Finding, Kept, Request, as_json, findings
-from ngpt_train.kernels.norm import Constraint
 from ngpt_train.models import build_model
 from ngpt_train.models.layers.linear import cast_linears
 

@@ -15,8 +15,9 @@ costs 2 more. A projection in a separate pass would add 12.
 import torch
 from torch import Tensor
 
+from ngpt_train.core.constants import Constraint
 from ngpt_train.kernels.dispatch import operation
-from ngpt_train.kernels.norm import FLOORS, Constraint
+from ngpt_train.kernels.norm import FLOORS
 
 WIDEST = 8192  # columns of the widest matrix that the Triton kernel takes: a program holds a whole row
 

@@ -1,16 +1,15 @@
 """Norm(x) = x / ||x|| without gain, kept finite by a smallest length or eps; and constraints of matrices' rows."""
 
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ngpt_train.core.constants import Constraint
 
 # A shorter vector is divided by this length, so that Norm(0) = 0 and its gradient is finite.
 SHORTEST = 1e-12
 
 # Where a step leaves a row w of a matrix: anywhere, at length 1, or at length 1 at most.
-Constraint = Literal["free", "sphere", "ball"]
 # The projection is w / max(||w||, floor).
 FLOORS: dict[Constraint, float] = {"sphere": SHORTEST, "ball": 1.0}
 

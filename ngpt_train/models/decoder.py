@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.core.constants import IGNORED
+from ngpt_train.core.constants import IGNORED, Constraint
 from ngpt_train.kernels.cross_entropy import linear_cross_entropy, soft_capped, token_losses
-from ngpt_train.kernels.norm import Constraint
 from ngpt_train.models.layers.documents import (
     Mask,
     causal_document_mask,
@@ -169,8 +168,8 @@ class Decoder(nn.Module):
 
     @property
     def constraint(self) -> Constraint:
-        """Where project_ puts every row of every matrix. All rows begin on the sphere, unless they are free."""
-        return "free"
+        """Where project_ puts every row of every matrix."""
+        return self.config.rows
 
     @property
     def on_sphere(self) -> bool:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adam import adam
 
+from ngpt_train.core.constants import Constraint
 from ngpt_train.kernels.adam import adam_rows_
-from ngpt_train.kernels.norm import Constraint
 from ngpt_train.models.layers.linear import FusedLinear
 
 

@@ -214,7 +214,7 @@ class OptimConfig:
         if self.gate_power is not None and self.matrix_step is not None:
             fix = "Set optim.gate_power=null, or optim.name=adam or adamw"
             yield "optim.gate_power optim.name", "the gate is a part of Adam's step", fix
-        if self.angle_cap is not None and not model.unit_rows:
+        if self.angle_cap is not None and model.rows != "sphere":
             fix = "Set optim.angle_cap=null, or take model=ngpt with model.constraint=projection"
             blamed = "model.constraint" if hasattr(model, "constraint") else "model.name"
             yield f"optim.angle_cap {blamed}", "the cap is for rows that each step brings back to length 1", fix

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ngpt_train.config.keys import key
 from ngpt_train.config.model_keys import KINDS, InitConfig, ModelConfig
+from ngpt_train.core.constants import Constraint
 from ngpt_train.models.ngpt.keys import AlphaConfig, ReferenceSize, ScaledConfig, ScaleVectorConfig
 
 
@@ -32,6 +33,10 @@ class AnGPTConfig(ScaledConfig):
     def kept_beyond_gpt(self) -> int:
         """The MLP's output, and h in fp32; but no normalised input of W_q, W_k and W_v, which read h itself."""
         return 2 * self.d_model
+
+    @property
+    def rows(self) -> Constraint:
+        return "ball"
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
         yield from super().without_effect()

@@ -11,7 +11,7 @@ import math
 
 from torch import Tensor, nn
 
-from ngpt_train.kernels.norm import Constraint, at_least_fp32, cast
+from ngpt_train.kernels.norm import at_least_fp32, cast
 from ngpt_train.kernels.rotary import QKV, Heads, rotary
 from ngpt_train.models.angpt.keys import AnGPTConfig
 from ngpt_train.models.decoder import Decoder, Head
@@ -108,10 +108,6 @@ class AnGPT(Decoder):
     def init_std(self, path: str) -> float:
         """Before the projection, the same for all matrices."""
         return 1 / math.sqrt(self.config.d_model)
-
-    @property
-    def constraint(self) -> Constraint:
-        return "ball"
 
 
 Model = AnGPT  # what build_model builds

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ngpt_train.kernels.norm import FLOORS, Constraint, at_least_fp32
+from ngpt_train.core.constants import Constraint
+from ngpt_train.kernels.norm import FLOORS, at_least_fp32
 
 Map = Callable[[Tensor], Tensor]
 T = TypeVar("T")

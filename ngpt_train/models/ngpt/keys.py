@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 from ngpt_train.config.keys import AUTO, COUNT, Conflict, FloatOrAuto, key
 from ngpt_train.config.model_keys import KINDS, InitConfig, LrFactors, ModelConfig
+from ngpt_train.core.constants import Constraint
 
 if TYPE_CHECKING:
     from ngpt_train.config.schema import Config
@@ -102,15 +103,10 @@ class ScaledConfig(ModelConfig):
 
     reference: ReferenceSize
 
-    @property
-    def starts_on_sphere(self) -> bool:
-        """Whether each row starts at length 1, so that standard deviations have no effect."""
-        return True
-
     def measured_starts(self, scale: str) -> dict[str, Any]:
         """Rows that start at length 1 are directions: standard deviations of another recipe say nothing there."""
         measured = super().measured_starts(scale)
-        return {name: x for name, x in measured.items() if not (self.starts_on_sphere and name.startswith("init."))}
+        return {name: x for name, x in measured.items() if self.rows == "free" or not name.startswith("init.")}
 
     @property
     def relative_width(self) -> float:
@@ -124,11 +120,6 @@ class ScaledConfig(ModelConfig):
     @property
     def reads_reference_depth(self) -> bool:
         return bool({"0.05*L_ref/L", "0.05*sqrt(L_ref/L)"} & self.words())
-
-    @property
-    def in_ball(self) -> bool:
-        """Whether rows have a largest length instead of a fixed one."""
-        return True
 
     def scales(self) -> dict[str, ScaleVectorConfig]:
         return {name: x for name, x in vars(self).items() if isinstance(x, ScaleVectorConfig)}
@@ -149,7 +140,7 @@ class ScaledConfig(ModelConfig):
             fix = "Set optim.weight_decay=0, or leave the recipe to the model"
             yield "optim.weight_decay model.name", "its weights are never decayed", fix
         step = config.optim.matrix_step
-        if self.in_ball and step is not None and step.keeps_norm:
+        if self.rows == "ball" and step is not None and step.keeps_norm:
             problem = "rows that may become shorter, and matrices that keep their length, exclude each other"
             yield "optim.name model.name", problem, "Set optim.name=adam, muon or normuon"
 
@@ -220,12 +211,10 @@ class NGPTConfig(ScaledConfig):
     starts = (*ModelConfig.starts, *(f"{vector}.{key}" for vector in VECTORS for key in ("init", "scale")))
 
     @property
-    def unit_rows(self) -> bool:
-        return self.constraint == "projection"
-
-    @property
-    def in_ball(self) -> bool:
-        return self.constraint == "ball"
+    def rows(self) -> Constraint:
+        """Section 2.6, item 2; the ball is anGPT's (arXiv 2505.22014)."""
+        found: dict[str, Constraint] = {"projection": "sphere", "ball": "ball"}
+        return found.get(self.constraint, "free")
 
     def lr_factors(self, steps: int) -> LrFactors | None:
         if self.lr_rule == "none":
@@ -237,13 +226,9 @@ class NGPTConfig(ScaledConfig):
     def reads_reference_depth(self) -> bool:
         return self.lr_rule == "depth_mup" or super().reads_reference_depth
 
-    @property
-    def starts_on_sphere(self) -> bool:
-        return self.constraint in ("projection", "ball")
-
     def without_effect(self) -> Iterator[tuple[str, str]]:
         yield from super().without_effect()
-        if self.starts_on_sphere:
+        if self.rows != "free":
             yield from (("constraint", f"init.{kind}") for kind in KINDS)
         if self.lr_rule == "none":
             yield "lr_rule", "reference.steps"

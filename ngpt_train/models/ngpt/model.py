@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngpt_train.kernels.dispatch import say_without_kernel
-from ngpt_train.kernels.norm import Constraint, normalize
+from ngpt_train.kernels.norm import normalize
 from ngpt_train.kernels.rotary import QKV, Heads, rotary
 from ngpt_train.kernels.sphere_step import HiddenState, lerp, riemannian, slerp, sphere_step
 from ngpt_train.kernels.swiglu import scaled_swiglu
@@ -235,12 +235,6 @@ class Spherical(Decoder):
     def init_std(self, path: str) -> float:
         """Before a projection the same for all matrices, else model.init.*."""
         return super().init_std(path) if self.constraint == "free" else 1 / math.sqrt(self.config.d_model)
-
-    @property
-    def constraint(self) -> Constraint:
-        """Section 2.6, item 2; the ball is anGPT's (arXiv 2505.22014)."""
-        found: dict[str, Constraint] = {"projection": "sphere", "ball": "ball"}
-        return found.get(self.config.constraint, "free")
 
     @property
     def on_sphere(self) -> bool:
