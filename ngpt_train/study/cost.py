@@ -52,10 +52,10 @@ class Cost:
     hours: float | None  # of one run
 
 
-def costs(study: Study, runs: Runs, sizes: Mapping[str, ArmSize]) -> list[Cost]:
-    """The lines of the table. A rehearsal with made-up losses counts the runs of the tuning."""
+def costs(study: Study, runs: Runs, sizes: Mapping[str, ArmSize], near: Mapping[Point, Result]) -> list[Cost]:
+    """The lines of the table. Rehearsals with made-up losses count the runs: `near`, and one far from the optimum."""
     expected, most = (
-        Counter((point.arm, point.budget) for point in rehearsal(study, runs, far)) for far in (False, True)
+        Counter((point.arm, point.budget) for point in made) for made in (near, rehearsal(study, runs, far=True))
     )
     lines = []
     for arm, size in sizes.items():
@@ -90,10 +90,11 @@ def rehearsal(study: Study, runs: Runs, far: bool = False) -> dict[Point, Result
     return results
 
 
-def study_tables(study: Study, runs: Runs) -> str:
-    """The phases of each arm at the first budget with further keys, if no key gains; empty without such keys."""
+def cost_of_phases(study: Study, runs: Runs, near: Mapping[Point, Result]) -> str:
+    """The phases of each arm at the first budget with further keys, if no key gains; empty without such keys. near: a
+    rehearsal."""
     budget = study.search_order[0]
-    found = phases(study, runs.start, runs.grids, rehearsal(study, runs))
+    found = phases(study, runs.start, runs.grids, near)
     lines = [
         f"  {arm}: {', '.join(f'{phase.key} {phase.runs}' for phase in found[arm, budget])}"
         for arm in study.arms

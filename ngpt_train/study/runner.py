@@ -17,7 +17,7 @@ from ngpt_train.config.validate import did_you_mean, mistake, nearest, show
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import DirectoryLock, write_json
 from ngpt_train.study.compare.comparison import check_out
-from ngpt_train.study.cost import costs, measure, study_tables, table
+from ngpt_train.study.cost import cost_of_phases, costs, measure, rehearsal, table
 from ngpt_train.study.definition import LR, Study, hashable, read_study, write_study
 from ngpt_train.study.descent import write_phases
 from ngpt_train.study.engines import Ended, Engine, Job
@@ -73,9 +73,10 @@ def make(
         else:
             engine = slurm_engine(config.study, study.path, is_used=not config.study.dry_run)
         sizes = measure(configs, engine.threads, is_here)
-        expected = costs(study, runs, sizes)
+        near = rehearsal(study, runs)
+        expected = costs(study, runs, sizes, near)
         print(
-            "\n\n".join(filter(None, [table(study, expected, sizes, engine.jobs), study_tables(study, runs)])),
+            "\n\n".join(filter(None, [table(study, expected, sizes, engine.jobs), cost_of_phases(study, runs, near)])),
             flush=True,
         )
         if lock is None:

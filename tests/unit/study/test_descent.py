@@ -13,7 +13,7 @@ from ngpt_train.study.compare.comparison import choose_arms, make_report
 from ngpt_train.study.compare.given_runs import gather
 from ngpt_train.study.compare.output.comparison_page import html
 from ngpt_train.study.compare.output.document import document
-from ngpt_train.study.cost import study_tables
+from ngpt_train.study.cost import cost_of_phases, rehearsal
 from ngpt_train.study.definition import LR, Study, read_stored, write_study
 from ngpt_train.study.descent import GAINED, OUT_OF_RUNS, WITHIN_NOISE, Grid, Phase, write_phases
 from ngpt_train.study.points import DONE, Point, Result, Runs, check_stored
@@ -210,7 +210,7 @@ def test_from_the_definition_to_the_report(tmp_path: Path) -> None:
     runs.check()
     assert runs.grids("gpt", 5120)["schedule.warmup_steps"] == Grid((2, 1, 4, 8), outward=True)
     assert list(runs.grids("ngpt", 5120)) == ["schedule.warmup_steps", "optim.betas", "model.s_z.scale"]
-    assert "  ngpt: optim.lr " in study_tables(of, runs)
+    assert "  ngpt: optim.lr " in cost_of_phases(of, runs, rehearsal(of, runs))
     write_study(of)
     assert read_stored(of.path) == of
     for _ in range(2):  # the second start finds all runs
