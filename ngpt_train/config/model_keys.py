@@ -109,6 +109,9 @@ def _problems_of_starts(table: Mapping[Any, Any]) -> Iterator[str]:
                 yield f"{scale}: {name} {problem}"
 
 
+BIDIRECTIONAL = "a model with model.bidirectional=true fills in masks, and continues no text"
+
+
 class LrFactors(NamedTuple):
     """Factors of optim.lr, for each kind of parameter."""
 
@@ -138,6 +141,15 @@ class ModelConfig:
         AUTO, "Rows of both embeddings; auto takes the tokenizer's.", minimum=2, maximum=10_000_000
     )
     context: int = key(256, "Tokens per training row.", minimum=1, maximum=10_000_000)
+    bidirectional: bool = key(
+        False, "Each token attends to all of its row, and predicts itself where it is masked; objective=masked sets it."
+    )
+    mask_share: float = key(
+        0.15,
+        "Of a bidirectional model, the share of a row's tokens that it predicts; rounded up or down by chance.",
+        above=0,
+        below=1,
+    )
     tied_embeddings: bool = key(False, "One matrix as input and output embedding.")
     rope_base: float = key(10000.0, "Base of the rotary position angles.", above=1, maximum=1e12)
     rope_layout: str = key(
@@ -169,7 +181,14 @@ class ModelConfig:
 
     # What the rest of the house asks an architecture before there is a model. A subclass may answer otherwise.
 
-    objective: ClassVar[str] = "next_token"  # what data.objective=auto becomes, and the only one that it learns
+    @property
+    def objective(self) -> str:
+        """What data.objective=auto becomes, and the only one that the model learns."""
+        return "masked" if self.bidirectional else "next_token"
+
+    def predicted(self, context: int) -> int:
+        """The most tokens of a row of `context` that have a target."""
+        return min(context, int(self.mask_share * context) + 1) if self.bidirectional else context
 
     # Whether its blocks apply dropout (models/layers/dropout.py).
     applies_dropout: ClassVar[bool] = False
@@ -253,6 +272,8 @@ class ModelConfig:
         """(key, key) of model.*: the value of the first leaves the second without an effect."""
         if self.tied_embeddings:
             yield "tied_embeddings", "init.output"
+        if not self.bidirectional:
+            yield "bidirectional", "mask_share"
 
     def settle_sizes(self) -> None:
         """Replaces, in place, the sizes that are null."""
@@ -299,4 +320,10 @@ class ModelConfig:
 
     def not_in_weights(self) -> set[str]:
         """Keys of model.* that a run may change although it begins with the weights of another (run.init_from)."""
-        return {"context", "init", "init_table", "embedding_dropout", "residual_dropout", "attention_dropout"}
+        return {
+            "context",
+            "init",
+            "init_table",
+            "mask_share",
+            *("embedding_dropout", "residual_dropout", "attention_dropout"),
+        }

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ngpt_train.config.keys import AUTO, Conflict, name_of
-from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.config.model_keys import BIDIRECTIONAL, ModelConfig
 from ngpt_train.config.sections.data import DataConfig, TokenizerConfig
 from ngpt_train.config.sections.optim import OptimConfig, ScheduleConfig
 from ngpt_train.config.sections.records import CheckpointConfig, EvalConfig, GuardsConfig, LoggingConfig
@@ -98,6 +98,10 @@ class Config:
         """Keys whose values exclude each other. The configuration is resolved."""
         yield from self.run.conflicts()
         yield from self.logging.conflicts()
+        if self.model.bidirectional:
+            for name in ("logging.sample_prompt", "eval.tasks"):
+                if operator.attrgetter(name)(self) is not None:
+                    yield f"{name} model.bidirectional", BIDIRECTIONAL, f"Leave {name} out"
         yield from self.model.shape_conflicts()
         yield from self.model.dropout_conflicts(self.kernels.attention)
         yield from self.parallel.conflicts(world_size)

@@ -20,6 +20,7 @@ from ngpt_train.data.dataset import Dataset, OnMain, Tokens, path_of
 from ngpt_train.data.epochs import EpochRows, epoch_rows, many_epochs, planned_rows, warn_of_repeats
 from ngpt_train.data.loader import (
     ENDLESS,
+    MaskedReader,
     Position,
     PreparedReader,
     Reader,
@@ -30,6 +31,7 @@ from ngpt_train.data.loader import (
     merged,
     stored_integers,
 )
+from ngpt_train.data.masks import masks_of
 from ngpt_train.data.mixed import Mixed, MixtureReader, Turns, open_mixture
 from ngpt_train.data.prepared_text import prepare_dataset
 from ngpt_train.data.rows import Batch, Cursor, Rows, chosen_rows, rows_of, same_text
@@ -135,6 +137,14 @@ def reader_of(
     For streamed text it fetches the shards of the first rows, so no collective with a time limit may wait for it.
     Raises DataError if the state is of other data or a shard cannot be read.
     """
+    reader = _unmasked(data, config, rank, world_size, state, on_wait)
+    masks = masks_of(config, data.tokenizer)
+    return reader if masks is None else MaskedReader(reader, masks, config.run.seed)
+
+
+def _unmasked(
+    data: Dataset, config: Config, rank: int, world_size: int, state: Mapping[str, Any] | None, on_wait: OnWait
+) -> Reader:
     if state is not None:
         check_position(state)
     streams = config.data.streams

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ngpt_train.core.errors import DataError
+from ngpt_train.data.masks import Masks
 from ngpt_train.data.permutation import GOLDEN, mix, shuffled
 from ngpt_train.data.rows import Batch, Rows
 
@@ -74,6 +75,30 @@ class PreparedReader(Reader):
 
     def take(self, numbers: NDArray[np.int64]) -> Batch:
         return self.rows.batch(shuffled(numbers, len(self.rows), self.seed))
+
+
+@dataclass(frozen=True)
+class MaskedReader(Reader):
+    """The rows of `reader`, masked by the run's seed and their numbers."""
+
+    reader: Reader
+    masks: Masks
+    seed: int
+
+    def take(self, numbers: NDArray[np.int64]) -> Batch:
+        return self.masks.of(self.reader.take(numbers), numbers, self.seed)
+
+    def cursors(self) -> dict[str, NDArray[np.int64]]:
+        return self.reader.cursors()
+
+    def skipped(self) -> dict[str, str]:
+        return self.reader.skipped()
+
+    def rows_by_source(self) -> dict[str, int]:
+        return self.reader.rows_by_source()
+
+    def close(self) -> None:
+        self.reader.close()
 
 
 class Position(NamedTuple):

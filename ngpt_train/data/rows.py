@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -23,9 +23,11 @@ from numpy.typing import NDArray
 from ngpt_train.config.schema import Config
 from ngpt_train.core.constants import IGNORED, PADDING
 from ngpt_train.core.errors import DataError
+from ngpt_train.data.best_fit import best_fit
 from ngpt_train.data.dataset import Dataset, Tokens
+from ngpt_train.data.masks import Masks, masks_of
 from ngpt_train.data.permutation import permuted
-from ngpt_train.data.tokenizers.tokenizer import Ids
+from ngpt_train.data.tokenizers.tokenizer import Ids, Tokenizer
 
 Batch = tuple[NDArray[np.int64], ...]  # tokens, targets and, if the model needs them, document ids: (N, context)
 NOTHING = -1  # an id of padding
@@ -108,6 +110,12 @@ class Rows(Protocol):
 def rows_of(tokens: Tokens, config: Config) -> Rows:
     """The rows of a split for the config's model. Raises DataError if there are none."""
     return _rows_of(tokens, row_format(config, tokens.eos))
+
+
+def held_out_rows(tokens: Tokens, tokenizer: Tokenizer, config: Config) -> Rows:
+    """The rows of a split as a validation reads them. Raises DataError if there are none."""
+    rows, masks = rows_of(tokens, config), masks_of(config, tokenizer)
+    return rows if masks is None else MaskedRows(rows, masks)
 
 
 def with_rows(dataset: Dataset, config: Config) -> Dataset:
@@ -229,6 +237,20 @@ class PrefixContinuation:
         return self._form.beginning(ids)
 
 
+@dataclass(frozen=True)
+class MaskedRows:
+    """The rows of a split, each with a mask that stays."""
+
+    rows: Rows
+    masks: Masks
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def batch(self, indices: NDArray[np.int64]) -> Batch:
+        return self.masks.of(self.rows.batch(indices), indices, VALIDATION_SEED)
+
+
 # --- of a stream
 
 
@@ -291,61 +313,6 @@ def _packed(documents: Iterable[tuple[Cursor, Ids]], cursor: Cursor, form: RowFo
         if not group:
             start = place
         group.append(ids)
-
-
-# --- packing
-
-
-class Span(NamedTuple):
-    """Ids `start` to `start + size - 1` of a document, eos included, as targets of a row."""
-
-    document: int
-    start: int
-    size: int
-
-
-def best_fit(lengths: Sequence[int], context: int) -> list[list[Span]]:
-    """Packs documents of `lengths` ids, eos included, into rows of at most `context` targets, each id once.
-
-    The largest document comes first, and each goes into the row with the least sufficient room. A document longer than
-    a row fills rows of its own. Its rest stands first in another row, because only there the id before it can be the
-    first input. The eos of the document before opens any other document.
-    """
-    rows: list[list[Span]] = []
-    rests: list[Span] = []
-    whole: list[Span] = []
-    for document, length in enumerate(lengths):
-        cut = length // context * context
-        rows += [[Span(document, start, context)] for start in range(0, cut, context)]
-        if cut < length:
-            (rests if cut else whole).append(Span(document, cut, length - cut))
-    with_room: dict[int, list[int]] = {}  # with_room[room]: rows
-    rooms = 0  # bit r is set if a row has room r
-
-    def put(part: Span, row: int, room: int) -> None:
-        nonlocal rooms
-        rows[row].append(part)
-        if left := room - part.size:
-            with_room.setdefault(left, []).append(row)
-            rooms |= 1 << left
-
-    def new_row() -> int:
-        rows.append([])
-        return len(rows) - 1
-
-    for part in rests:
-        put(part, new_row(), context)
-    for part in sorted(whole, key=lambda part: -part.size):
-        fitting = rooms >> part.size
-        if not fitting:
-            put(part, new_row(), context)
-            continue
-        room = part.size + (fitting & -fitting).bit_length() - 1  # the smallest
-        row = with_room[room].pop()
-        if not with_room[room]:
-            rooms ^= 1 << room
-        put(part, row, room)
-    return rows
 
 
 # --- the validation rows

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.sections.training import ParallelConfig
+from ngpt_train.core.constants import IGNORED
 from ngpt_train.core.errors import ConfigError, told_by_rank_0
 from ngpt_train.core.log import say_once
 from ngpt_train.distributed.compilation import begin_graph_step_at_forward, check_cuda_graphs, keep_compiled
@@ -209,9 +210,11 @@ def replicate(model: Decoder, world: World, tokens: Tensor) -> nn.Module:
         gradient_as_bucket_view=True,
     )
     tokens = tokens.to(world.device)
+    targets = tokens.clone()
+    targets[:, model.config.predicted(tokens.shape[1]) :] = IGNORED
     was_training = model.training
     model.eval()
-    ddp(tokens, tokens).total.backward()
+    ddp(tokens, targets).total.backward()
     model.zero_grad(set_to_none=True)
     model.train(was_training)
     return ddp

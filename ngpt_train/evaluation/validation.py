@@ -21,10 +21,11 @@ from ngpt_train.core.constants import IGNORED
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import json_lines, write_atomically
 from ngpt_train.data.dataset import Tokens
-from ngpt_train.data.rows import Rows, chosen_rows, rows_of, same_text
+from ngpt_train.data.rows import Rows, chosen_rows, held_out_rows, rows_of, same_text
+from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.distributed.layouts import averaged_statistics
 from ngpt_train.distributed.world import World
-from ngpt_train.models.decoder import Decoder
+from ngpt_train.models.decoder import Decoder, Loss
 
 # Most tokens in one forward pass. Rows that share a matrix product change each other's rounding, so this is a constant;
 # train.micro_rows may depend on the number of ranks.
@@ -39,16 +40,18 @@ class RowLosses:
     """The loss of each row of a validation set, for means and for pairing two runs row by row.
 
     loss_sum: (N,) the summed cross-entropy of the row's targets, in nats. n_targets: (N,) their number. n_bytes: the
-    text of all targets. rows_hash: identifies the rows.
+    text of all targets. rows_hash: identifies the rows. n_hits: targets that have the largest logit, of masked rows.
     """
 
     loss_sum: NDArray[np.float64]
     n_targets: NDArray[np.int64]
     n_bytes: int
     rows_hash: str
+    n_hits: int | None = None
 
     def metrics(self) -> dict[str, Any]:
-        """loss (nats per target), ppl and bits_per_byte; rows, n_targets and rows_hash identify the rows."""
+        """loss (nats per target), ppl, bits_per_byte and, of masked rows, accuracy; rows, n_targets and rows_hash
+        identify the rows."""
         total, n_targets = float(self.loss_sum.sum()), int(self.n_targets.sum())
         loss = total / n_targets
         return {
@@ -56,6 +59,7 @@ class RowLosses:
             "ppl": math.exp(min(loss, 700.0)),
             # A text without bytes (special ids alone) has no bits per byte.
             "bits_per_byte": total / math.log(2) / self.n_bytes if self.n_bytes else math.nan,
+            **({} if self.n_hits is None else {"accuracy": self.n_hits / n_targets}),
             "rows": len(self.loss_sum),
             "n_targets": n_targets,
             "rows_hash": self.rows_hash,
@@ -88,19 +92,25 @@ class Validation:
     @torch.no_grad()
     def row_losses(self, model: Decoder, world: World) -> RowLosses:
         """The loss of each row, in the order of the rows; the same on every rank. A collective call."""
-        sums = torch.zeros(self._n_chunks, self.chunk, dtype=torch.float64, device=world.device)
-        for index, losses in self._token_losses(model, world):
-            sums[index] = losses.double().sum(1)
+        sums = torch.zeros(2, self._n_chunks, self.chunk, dtype=torch.float64, device=world.device)
+        for index, loss in self._losses(model, world):
+            assert loss.by_token is not None
+            sums[0, index] = loss.by_token.double().sum(1)
+            if loss.n_hits is not None:
+                sums[1, index] = loss.n_hits
         # One rank has a row's loss and the others have 0, so the sum over ranks is exact.
-        found = world.sum_(sums).flatten()[: self.n_rows].cpu().numpy()
-        return RowLosses(found, (self.batch[1] != IGNORED).sum(1).numpy(), self.n_bytes, self.rows_hash)
+        found, hits = world.sum_(sums).flatten(1)[:, : self.n_rows].cpu().numpy()
+        n_hits = int(hits.sum()) if model.config.bidirectional else None
+        return RowLosses(found, (self.batch[1] != IGNORED).sum(1).numpy(), self.n_bytes, self.rows_hash, n_hits)
 
     @torch.no_grad()
     def token_losses(self, model: Decoder, world: World) -> NDArray[np.float64]:
         """The losses `(N, context)` of all targets; 0 for ignored ones. For one process."""
         assert world.size == 1
         found = np.zeros((self._n_chunks * self.chunk, self.batch[1].shape[1]))
-        for index, losses in self._token_losses(model, world):
+        for index, loss in self._losses(model, world):
+            assert loss.by_token is not None
+            losses = loss.by_token
             n_targets = losses.shape[1]  # an encoder-decoder has no losses for the source
             found[index * self.chunk : (index + 1) * self.chunk, -n_targets:] = losses.double().cpu().numpy()
         return found[: self.n_rows]
@@ -109,13 +119,13 @@ class Validation:
     def _n_chunks(self) -> int:
         return -(-self.n_rows // self.chunk)
 
-    def _token_losses(self, model: Decoder, world: World) -> Iterator[tuple[int, Tensor]]:
-        """The number of each of this rank's chunks, and the losses `(chunk, targets)` of its targets."""
+    def _losses(self, model: Decoder, world: World) -> Iterator[tuple[int, Loss]]:
+        """The number of each of this rank's chunks, and its losses, by_token `(chunk, targets)`."""
         with not_training(model, world):
             for index, counts in shares(self._n_chunks, world):
-                losses = model(*self._chunk(index, world.device)).by_token
+                loss = model(*self._chunk(index, world.device))
                 if counts:
-                    yield index, losses
+                    yield index, loss
 
     def _chunk(self, index: int, device: torch.device) -> list[Tensor]:
         """Tokens, targets and document ids of a chunk, each `(chunk, context)` int64.
@@ -134,18 +144,18 @@ class Validation:
 class Evaluations:
     """Validates a model on rows of a split: at model.context, and at each of eval.contexts.
 
-    n_bytes: see `Validation`. Raises DataError if the split is shorter than a row of a context.
+    Raises DataError if the split is shorter than a row of a context.
     """
 
-    def __init__(self, tokens: Tokens, n_bytes: NDArray[np.int64], config: Config) -> None:
+    def __init__(self, tokens: Tokens, tokenizer: Tokenizer, config: Config) -> None:
         self.config = config
         self.context = config.model.context
         chosen = chosen_rows(rows_of(tokens, config), config)
         contexts = sorted({*(config.eval.contexts or []), self.context})
         within = rows_within_budget(config, len(contexts))
-        self._all = at_contexts(tokens, n_bytes, config, chosen, contexts)
+        self._all = at_contexts(tokens, tokenizer, config, chosen, contexts)
         fewer = within < len(chosen)
-        self._early = at_contexts(tokens, n_bytes, config, chosen[:within], contexts) if fewer else self._all
+        self._early = at_contexts(tokens, tokenizer, config, chosen[:within], contexts) if fewer else self._all
 
     @property
     def at_training_context(self) -> Validation:
@@ -195,7 +205,7 @@ def rows_within_budget(config: Config, n_contexts: int) -> int:
 
 
 def at_contexts(
-    tokens: Tokens, n_bytes: NDArray[np.int64], config: Config, chosen: NDArray[np.int64], contexts: list[int]
+    tokens: Tokens, tokenizer: Tokenizer, config: Config, chosen: NDArray[np.int64], contexts: list[int]
 ) -> dict[int, Validation]:
     """A validation for each context: of the `chosen` rows at model.context, of rows of the same text at the others."""
     found, trained = {}, config.model.context
@@ -206,9 +216,9 @@ def at_contexts(
                 f"row of {context} + 1; leave {context} out, or hold out more text (data.val_fraction). For a mixture "
                 "or streamed text raise eval.rows or eval.tokens: no more text than that is read"
             )
-        rows = rows_of(tokens, replace(config, model=replace(config.model, context=context)))
+        rows = held_out_rows(tokens, tokenizer, replace(config, model=replace(config.model, context=context)))
         here = chosen if context == trained else same_text(chosen, trained, context, len(rows))
-        found[context] = Validation(rows, n_bytes, here)
+        found[context] = Validation(rows, tokenizer.n_bytes, here)
     return found
 
 

@@ -155,13 +155,13 @@ def check_logits(
 
 def loaded(directory: Path, layout: Layout, dtype: torch.dtype) -> Any:
     """Loads the directory with transformers, without a network. Runs no code but the layout's modeling file."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
     from transformers.utils import logging
 
     was_on = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model = (AutoModelForMaskedLM if layout.masked else AutoModelForCausalLM).from_pretrained(
             directory,
             dtype=dtype,
             local_files_only=True,

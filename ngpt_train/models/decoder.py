@@ -17,7 +17,7 @@ from ngpt_train.core.constants import IGNORED, Constraint
 from ngpt_train.kernels.cross_entropy import linear_cross_entropy, soft_capped, token_losses
 from ngpt_train.models.layers.documents import (
     Mask,
-    causal_document_mask,
+    boolean_mask,
     check_documents,
     document_mask,
     positions_in_documents,
@@ -36,6 +36,7 @@ class Loss(NamedTuple):
     cross_entropy: Tensor  # in nats, without smoothing and without gradient
     z_term: Tensor | None  # z_loss * logsumexp(logits)^2, without gradient; None if z_loss is 0
     by_token: Tensor | None = None  # (B, T) the cross-entropy of each target, 0 if it does not count; in no_grad
+    n_hits: Tensor | None = None  # (B,) targets that have the largest logit; with masks, in no_grad
 
 
 class Head(NamedTuple):
@@ -233,11 +234,15 @@ class Decoder(nn.Module):
             rope = None if rope is None else rope.at(positions)
             drops = of_blocks is not None and self.config.attention_dropout > 0
             d_head = self.config.d_model // self.config.n_heads
-            mask = causal_document_mask(doc_ids) if drops else document_mask(doc_ids, d_head, dtype)
+            causal = not self.config.bidirectional
+            mask = boolean_mask(doc_ids, causal) if drops else document_mask(doc_ids, d_head, dtype, causal)
         with seeded(of_embedding):
             h = self.first_hidden_state(tokens, self.embedding, positions)
         with seeded(of_blocks):
-            head = self.head(self.stack(h, rope, mask, doc_ids))
+            h = self.stack(h, rope, mask, doc_ids)
+            if targets is not None and self.config.bidirectional:
+                return self.masked_loss(h, targets)
+            head = self.head(h)
         return head.logits() if targets is None else self.loss_of(head, targets)
 
     def first_hidden_state(self, tokens: Tensor, table: Tensor, positions: Tensor) -> Tensor:
@@ -256,6 +261,20 @@ class Decoder(nn.Module):
     def loss_of(self, head: Head, targets: Tensor) -> Loss:
         """The loss of targets `(B, T)`, in training mode with the z-loss and label smoothing."""
         return head.loss(targets, self.z_loss, self.label_smoothing) if self.training else head.loss(targets, 0.0)
+
+    def masked_loss(self, h: Tensor, targets: Tensor) -> Loss:
+        """The loss of targets `(B, T)`. The head reads h `(B, T, d_model)` at the K places alone that may have one."""
+        counts, most = targets != IGNORED, self.config.predicted(targets.shape[1])  # the host does not know the number
+        torch._assert_async((counts.sum(1) <= most).all(), f"a row has more than {most} targets: model.mask_share")
+        places = counts.logical_not().to(torch.uint8).argsort(dim=1, stable=True)[:, :most]  # (B, K)
+        head = self.head(h.gather(1, places[..., None].expand(-1, -1, h.shape[-1])))
+        chosen = targets.gather(1, places)
+        loss = self.loss_of(head, chosen)
+        if loss.by_token is None:
+            return loss
+        hits = (head.logits().argmax(-1) == chosen).float()
+        spread = torch.zeros(targets.shape, dtype=loss.by_token.dtype, device=h.device)
+        return loss._replace(by_token=spread.scatter(1, places, loss.by_token), n_hits=hits.sum(1))
 
     def loss(
         self, tokens: Tensor, targets: Tensor, doc_ids: Tensor | None = None, seeds: Tensor | None = None
@@ -311,12 +330,15 @@ class Decoder(nn.Module):
         12 L d_model T, the usual convention.
 
         A value of a matrix takes a multiplication and an addition in the forward pass, and twice as many in the
-        backward pass. The output embedding counts, the look-up in the input embedding does not. The second term is
-        attention, for all pairs of tokens. causal: masked pairs, one half, do not count.
+        backward pass. The output embedding counts at the places with a target, the look-up in the input embedding does
+        not. The second term is attention, for all pairs of tokens. causal: pairs that a causal mask hides, one half, do
+        not count.
         """
         config = self.config
         attention = 12 * config.n_layers * config.d_model * context
-        return 6 * (in_matrices(self.layers) + self.unembedding.numel()) + (attention // 2 if causal else attention)
+        attention = attention // 2 if causal and not config.bidirectional else attention
+        head = self.unembedding.numel() * config.predicted(context) // context
+        return 6 * (in_matrices(self.layers) + head) + attention
 
 
 def in_matrices(module: nn.Module) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ngpt_train.models.decoder import Decoder, in_matrices
 from ngpt_train.models.encoder_decoder_keys import EncoderDecoderKeys
-from ngpt_train.models.layers.documents import Mask, causal_document_mask
+from ngpt_train.models.layers.documents import Mask, boolean_mask
 from ngpt_train.models.layers.dropout import number_places, seeded, seeds_of_parts
 from ngpt_train.models.layers.rope import Rope
 
@@ -75,7 +75,7 @@ class EncoderDecoder(Decoder):
         if doc_ids is not None:
             source_valid, valid = doc_ids[:, :S] >= 0, doc_ids[:, S:] >= 0
             source_mask = source_valid[:, None, None, :]  # (B, 1, 1, S)
-            mask = causal_document_mask(doc_ids[:, S:])  # (B, 1, T, T)
+            mask = boolean_mask(doc_ids[:, S:])  # (B, 1, T, T)
 
         source_positions, positions = (torch.arange(part.shape[1], device=part.device) for part in (source, tokens))
         with seeded(of_source):

@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 class EncoderDecoderKeys(ModelConfig):
     """Keys of an encoder-decoder besides a decoder's. It learns to continue the beginning of a document."""
 
-    objective = "prefix_continuation"
-
     n_encoder_layers: Union[int, None] = key(
         None, "Number of encoder blocks; null is n_layers, the decoder's.", minimum=1, maximum=100_000
     )
     source_context: Union[int, None] = key(
         None, "Tokens of a row, of its model.context, for the encoder; null is two thirds.", minimum=1
     )
+
+    @property
+    def objective(self) -> str:
+        return "prefix_continuation"
 
     def source_length(self, context: int) -> int:
         """Tokens of a row of `context` tokens that the encoder reads: source_context or, where it is null, 2/3."""
@@ -40,6 +42,9 @@ class EncoderDecoderKeys(ModelConfig):
         if self.source_length(self.context) >= self.context:
             problem = "the source takes the whole row, nothing is left to decode"
             yield "model.source_context model.context", problem, f"Set model.source_context below {self.context}"
+        if self.bidirectional:
+            problem = "an encoder-decoder reads both ways in its encoder, and its decoder cannot"
+            yield "model.bidirectional model.name", problem, "Leave model.bidirectional out, or choose a decoder"
 
     def refuses_rows_of(self, context: int) -> str | None:
         source = self.source_length(self.context)

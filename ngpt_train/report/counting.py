@@ -157,7 +157,8 @@ def count_pass(
                 stages[0].begin()
                 loss.backward()
                 working = counter.peak - before - kept
-            of_loss = gradients_of_loss(model, rows * (few.context - few.source_length(few.context)), dtype.itemsize)
+            targets = rows * (few.predicted(few.context) - few.source_length(few.context))
+            of_loss = gradients_of_loss(model, targets, dtype.itemsize)
         return [kept - of_loss, working, *(stage.working for stage in stages)]
 
     (kept, *_), (_, working, *of_stages) = of_all_blocks(shape, count)

@@ -141,6 +141,10 @@ def make_plan(config: Config, overrides: Sequence[str] = (), options: Sequence[s
 
 def planned_vocabulary(config: Config) -> int:
     """The vocabulary size in `train`, without reading text. Raises DataError if a file is missing."""
+    return tokenizer_size(config) + config.data.own_ids
+
+
+def tokenizer_size(config: Config) -> int:
     if config.data.kind == "tokens":
         directory = Path(config.data.path or "").expanduser()
         if not directory.is_dir():

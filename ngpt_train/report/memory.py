@@ -233,7 +233,7 @@ def activations_of(config: Config, model: Decoder, layout: Layout, new_gradients
     new_gradients: True if the backward pass makes gradients of matrices, False if it adds to existing ones.
     """
     shape, dtype, rows, recompute = config.model, layout.dtype, layout.micro_rows, config.train.activation_checkpointing
-    tokens = rows * (shape.context - shape.source_length(shape.context))
+    tokens = rows * (shape.predicted(shape.context) - shape.source_length(shape.context))
     of_loss, V = gradients_of_loss(model, tokens, dtype.itemsize), len(model.unembedding)
     # The loss computes logits for `chunk` tokens at a time, and keeps the gradients in their place. It reads h, which
     # a last norm reads in fp32.

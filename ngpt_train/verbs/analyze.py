@@ -117,7 +117,7 @@ def rows_of_run(restored: Restored, config: Config, overrides: Sequence[str]) ->
     validation = replace(combined.eval, rows=config.analyze.rows, tokens=None, contexts=None, budget=None)
     combined = replace(combined, eval=validation)
     dataset = open_dataset(combined, restored.tokenizer)
-    chosen_rows = Evaluations(dataset.validation, dataset.tokenizer.n_bytes, combined).at_training_context
+    chosen_rows = Evaluations(dataset.validation, dataset.tokenizer, combined).at_training_context
     return chosen_rows.batch, chosen_rows.rows_hash
 
 

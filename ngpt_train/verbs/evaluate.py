@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.config.model_keys import BIDIRECTIONAL, ModelConfig
 from ngpt_train.config.places import check_beside
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.records import check_contexts
@@ -58,7 +58,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
             f"{dataset.tokenizer.name} with eos {dataset.tokenizer.eos}. "
             "Prepare the text with the model's tokenizer (tokenizer.path=CHECKPOINT/tokenizer.model)."
         )
-    validation = Evaluations(dataset.validation, dataset.tokenizer.n_bytes, combined)
+    validation = Evaluations(dataset.validation, dataset.tokenizer, combined)
     for note in validation.notes():
         logger.info(note)
     is_other_text = combined.data is config.data and config.data.kind in ("local", "hf", "openwebtext")
@@ -184,6 +184,8 @@ def check_lengths(config: Config, model: ModelConfig, overrides: Sequence[str]) 
     """Raises ConfigError unless `model` reads rows of evaluate.length.contexts, and `overrides` name a text."""
     length = config.evaluate.length
     named = f"evaluate.length.contexts={show(length.contexts)}"
+    if model.bidirectional:
+        raise mistake(f"{named}: {BIDIRECTIONAL}", "Choose a causal model's checkpoint")
     if model.source_length(model.context):
         raise mistake(f"{named}: an encoder-decoder has a source of its own length", "Choose a decoder's checkpoint")
     for context in length.contexts or []:

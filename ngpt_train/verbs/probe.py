@@ -26,7 +26,7 @@ from ngpt_train.core.files import write_atomically
 from ngpt_train.core.secrets import command_of, redacted
 from ngpt_train.data import open_dataset
 from ngpt_train.data.dataset import Dataset, Tokens
-from ngpt_train.data.rows import chosen_rows, rows_of
+from ngpt_train.data.rows import chosen_rows, held_out_rows, rows_of
 from ngpt_train.data.tokenizers.tokenizer import tokenizer_identity
 from ngpt_train.distributed.world import World, join_world
 from ngpt_train.evaluation.restore import Restored, check_overrides, named, restore
@@ -101,8 +101,9 @@ def _measured(
     dataset: Dataset, config: Config, restored: Restored, world: World
 ) -> tuple[Validation, NDArray[np.float64]]:
     """The validation at the model's context, and the loss of each target."""
-    rows = rows_of(dataset.validation, config)
-    validation = Validation(rows, dataset.tokenizer.n_bytes, chosen_rows(rows, config))
+    chosen = chosen_rows(rows_of(dataset.validation, config), config)
+    rows = held_out_rows(dataset.validation, dataset.tokenizer, config)
+    validation = Validation(rows, dataset.tokenizer.n_bytes, chosen)
     return validation, validation.token_losses(restored.model, world)
 
 

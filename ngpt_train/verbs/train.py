@@ -93,7 +93,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         feed: Feed | None
         kernels = check_kernels(config, world, world.on_main(lambda: directory.kernels() if checkpoint else None))
         state, feed = begin_or_resume(config, world, data, checkpoint, stop)
-        evaluations = Evaluations(data.validation, data.tokenizer.n_bytes, config)
+        evaluations = Evaluations(data.validation, data.tokenizer, config)
         tasks = tasks_of(config, world)
         start = world.on_main(lambda: describe_start(state, data)) | kernels
         # Without a timeout: run.overwrite deletes files, which may take long.
@@ -135,12 +135,12 @@ def with_vocabulary(config: Config, data: Dataset) -> Config:
 
     Raises DataError where `model.vocab_size` is smaller than the tokenizer's.
     """
-    needed = data.tokenizer.vocab_size
+    needed = data.tokenizer.vocab_size + config.data.own_ids
     if config.model.vocab_size == AUTO:
         return replace(config, model=replace(config.model, vocab_size=needed))
     if int(config.model.vocab_size) < needed:
         raise DataError(
-            f"model.vocab_size={config.model.vocab_size}: the tokenizer {data.tokenizer.name} has {needed} ids. "
+            f"model.vocab_size={config.model.vocab_size}: with {data.tokenizer.name} there are {needed} ids. "
             f"Use model.vocab_size=auto, or at least {needed}."
         )
     return config

@@ -11,11 +11,13 @@ import functools
 import hashlib
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ngpt_train.data.masks import Masks
 from ngpt_train.distributed.layouts import replicas
 from ngpt_train.models import export_weights
 from ngpt_train.training import build_state, train_step
@@ -53,6 +55,7 @@ OPTIONS = {
 }
 RECIPES |= {f"{name} with dropout": RECIPES[name] for name in ("gpt", "ntransformer")}
 RECIPES["gpt with normuon"] = RECIPES["gpt"]
+RECIPES["ngpt with masks"] = dataclasses.replace(RECIPES["ngpt"], steps=12)
 RECIPES["gpt with muonh"] = dataclasses.replace(RECIPES["gpt"], weight_decay=0.0)
 RECIPES["ngpt with muon"] = RECIPES["ngpt"]
 RECIPES["ngpt with adamh"] = RECIPES["ngpt"]
@@ -64,6 +67,7 @@ WITH = {
         *(f"model.{place}_dropout=0.05" for place in ("embedding", "residual", "attention")),
         "optim.label_smoothing=0.05",
     ],
+    "masks": ["objective=masked", "model.mask_share=0.5"],
     "training_ngpt": ["recipe=training_ngpt", "optim.gate_eps=1e-4", "optim.angle_cap=0.03"],
     **{name: [f"optim.name={name}", "optim.groups.embedding=3e-2"] for name in ("muon", "normuon", "adamh", "muonh")},
     "nugpt": ["recipe=nugpt", *(f"model.reference.{key}={n}" for key, n in (("d_model", 8), ("steps", 100)))],
@@ -82,6 +86,7 @@ FAST: dict[int, list[Cell]] = {  # by ranks; the other recipes and cells are in 
         ("ngpt", "ddp(2)", "selective"),
         ("ngpt", "fsdp(2)", "none"),
         ("angpt", "fsdp(2)", "none"),
+        ("ngpt with masks", "fsdp(2)", "none"),
         ("ngpt with nugpt", "ddp(2)", "none"),
         ("ngpt with nugpt", "fsdp(2)", "none"),
         ("ngpt with training_ngpt", "fsdp(2)", "none"),
@@ -110,8 +115,12 @@ def digest(weights: dict[str, Tensor]) -> str:
     return hashlib.sha256(b"".join(weights[key].numpy().tobytes() for key in sorted(weights))).hexdigest()
 
 
-def batch(name: str, step: int) -> tuple[Tensor, ...]:
+def batch(name: str, step: int, masked: bool) -> tuple[Tensor, ...]:
     """The rows of a step, the same for every layout; the last ones count far fewer targets than the first."""
+    if masked:
+        rows = [part.numpy() for part in text_like_rows(ROWS, CONTEXT, SIZE.vocab_size, seed=step)]
+        masks = Masks(0.5, 0.6, 0.1, mask_id=SIZE.vocab_size - 1, eos=0, begins_word=None)
+        return tuple(torch.from_numpy(part) for part in masks.of(tuple(rows), np.arange(ROWS) + step * ROWS, seed=0))
     if ARCHITECTURES[name].has_encoder:
         return padded_rows(ROWS, CONTEXT, SIZE, seed=step)
     return text_like_rows(ROWS, CONTEXT, SIZE.vocab_size, seed=step)
@@ -134,7 +143,7 @@ def one_run(recipe: str, parallel: str, recomputation: str, accumulation: int) -
     initial = export_weights(state.model)
     losses, z_losses, norms, rates, tokens = [], [], [], [], []
     for step in range(config.train.steps):
-        mine = [part[rows].chunk(accumulation) for part in batch(name, step)]
+        mine = [part[rows].chunk(accumulation) for part in batch(name, step, masked=what == "masks")]
         result = train_step(state, list(zip(*mine, strict=True)), rows=rows)
         losses.append(result.loss.item())
         if result.z_loss is not None:

@@ -21,6 +21,7 @@ SAMPLE = [
     "normformer_figure5/normformer_res_scale_125m",
     "normformer_table1/normformer_125m",
     "normformer_table2/gpt3_125m_high_lr",
+    "normformer_table3/normformer",
     "normformer_table4/qkv_norm",
     "normformer_table5/baseline_clip_0.1",
     "normformer_figure3/post_ln",

@@ -64,9 +64,14 @@ class DataConfig:
     objective: str = key(
         AUTO,
         "next_token: predict each token of a stretch of text; prefix_continuation: read the beginning of a document, "
-        "predict what follows. auto is what the model is made for.",
-        choices=(AUTO, "next_token", "prefix_continuation"),
+        "predict what follows; masked: predict hidden tokens. auto is what the model is made for.",
+        choices=(AUTO, "next_token", "prefix_continuation", "masked"),
     )
+    mask_keep: float = key(0.1, "masked: share of the predicted tokens that the model reads.", minimum=0, maximum=1)
+    mask_random: float = key(
+        0.1, "masked: share of the predicted tokens for which it reads a random token.", minimum=0, maximum=1
+    )
+    mask_words: bool = key(False, "masked: whole words are predicted, or not; a word begins with white space.")
     text_field: str = key("text", "Field of a jsonl line, or column of a parquet file, that holds the text.")
     val_fraction: float = key(
         0.02,
@@ -148,6 +153,11 @@ class DataConfig:
         return self.val_fraction if self.val_files is None else 0.0
 
     @property
+    def own_ids(self) -> int:
+        """Ids of the model beside the tokenizer's: one for masks."""
+        return int(self.objective == "masked")
+
+    @property
     def on_hub(self) -> bool:
         return self.kind in ("openwebtext", "hf")
 
@@ -176,6 +186,22 @@ class DataConfig:
             for name, differs in {"data.pack": self.pack != "concat", "data.document_mask": self.document_mask}.items():
                 if differs:
                     yield f"{name} data.objective", "a row is one document then", f"Leave {name} out"
+        yield from self._mask_conflicts()
+
+    def _mask_conflicts(self) -> Iterator[Conflict]:
+        """Keys of masks without an effect, and what a masked row cannot be."""
+        names = ("mask_keep", "mask_random", "mask_words")
+        if self.objective != "masked":
+            for name in (name for name in names if getattr(self, name) != getattr(DataConfig, name)):
+                fix = f"Leave data.{name} out, or choose objective=masked"
+                yield f"data.{name} data.objective", f"data.{name} has no effect then", fix
+            return
+        if self.mask_keep + self.mask_random > 1:
+            fix = "Lower one of them, so that both are at most 1 together"
+            yield "data.mask_keep data.mask_random", "a predicted token is read as itself or as a random one", fix
+        if self.pack == "best_fit" and not self.document_mask:
+            fix = "Set data.document_mask=true, or data.pack=concat"
+            yield "data.pack data.document_mask", "tokens would attend to padding", fix
 
     def _source_conflicts(self) -> Iterator[Conflict]:
         """Keys of another kind of source than `kind`, and those that `kind` lacks."""

@@ -182,9 +182,9 @@ def _tokenizer(config: Config, answer: Answer) -> Iterator[Finding]:
         yield unchecked("tokenizer", answer.problem, remedy, WRONG)
     if "tokenizer" not in facts:
         return
-    name, size = facts["tokenizer"]["name"], facts["tokenizer"]["size"]
+    name, size = facts["tokenizer"]["name"], facts["tokenizer"]["size"] + config.data.own_ids
     at_most = "at most " if facts["tokenizer"].get("at_most") else ""
     vocabulary = config.model.vocab_size
     verdict = WRONG if vocabulary != AUTO and int(vocabulary) < size else OK
-    found = f"model.vocab_size={vocabulary}: the tokenizer {name} has {at_most}{size} ids"
+    found = f"model.vocab_size={vocabulary}: with {name} there are {at_most}{size} ids"
     yield Finding("tokenizer", found, verdict, f"set model.vocab_size=auto, or at least {size}")

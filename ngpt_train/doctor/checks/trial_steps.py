@@ -123,6 +123,7 @@ def batch(config: Config, step: int) -> tuple[Tensor, Tensor]:
     row = torch.randint(VOCABULARY, (rows, CONTEXT + 1), generator=generator)
     tokens, targets = row[:, :-1].clone(), row[:, 1:].clone()
     targets[:, : config.model.source_length(CONTEXT)] = IGNORED  # the encoder's tokens are not predicted
+    targets[:, config.model.predicted(CONTEXT) :] = IGNORED  # with masks few are
     return tokens, targets
 
 

@@ -7,9 +7,10 @@ from ngpt_train.interop.layouts.absorbed import AnGPTLayout
 from ngpt_train.interop.layouts.layout import Layout
 from ngpt_train.interop.layouts.llama import LlamaLayout, Qwen3Layout
 from ngpt_train.interop.layouts.ngpt import NGPTLayout
+from ngpt_train.interop.layouts.roberta import RobertaLayout
 
 # In the order of export.layout=auto: the last one can hold any model.
-_LAYOUTS: tuple[Layout, ...] = (LlamaLayout(), Qwen3Layout(), NGPTLayout(), AnGPTLayout(), Layout())
+_LAYOUTS: tuple[Layout, ...] = (LlamaLayout(), Qwen3Layout(), NGPTLayout(), AnGPTLayout(), RobertaLayout(), Layout())
 LAYOUTS = {layout.name: layout for layout in _LAYOUTS}
 
 
@@ -26,6 +27,8 @@ def chosen_layout(name: str, config: ModelConfig, dtype: str = "fp32") -> Layout
 
 def refusal(layout: Layout, config: ModelConfig, dtype: str) -> str | None:
     """The key, and why the layout cannot hold the model in that dtype; None if it can."""
+    if config.bidirectional and layout.for_transformers and not layout.masked:
+        return "model.bidirectional=true: this layout is one of causal models"
     if (problem := layout.refusal(config)) or dtype in layout.dtypes:
         return problem
     return f"export.dtype={dtype}: this layout writes export.dtype={layout.dtypes[0]} alone"

@@ -98,6 +98,13 @@ class ComposedConfig(PositionKeys, PowerNormConfig):
     embedding_gradient: float = key(
         1.0, "Factor on the gradient that the embedding gets where it is read (CogView: 0.1).", above=0, maximum=1
     )
+    embedding_norm: bool = key(
+        False, "The norm, on the sum of embedding and positions (BERT, BLOOM), before the embedding's dropout."
+    )
+    masked_head: bool = key(
+        False,
+        "BERT's head, of a bidirectional model: logits = E_output norm(gelu(W_head x + b_head)) + b_output.",
+    )
     deep_init: bool = key(
         False, "DeepInit: the matrices of block l start smaller by the factor 1 / sqrt(l), l = 1, 2, ..."
     )
@@ -144,6 +151,14 @@ class ComposedConfig(PositionKeys, PowerNormConfig):
             yield "model.activation model.mlp", "a gated MLP has no such gate", fix
         if self.qk_norm and self.qkv_norm:
             yield "model.qk_norm model.qkv_norm", "both normalise q and k", "Set one of them to false"
+        if self.masked_head and not self.bidirectional:
+            fix = "Choose objective=masked, or set model.masked_head=false"
+            yield "model.masked_head model.bidirectional", "it is a head for masks", fix
+        for name in (
+            name for name in ("masked_head", "embedding_norm") if getattr(self, name) and self.norm_over_batch
+        ):
+            problem = "this norm takes statistics of the batch, and stands in blocks and at their end alone"
+            yield f"model.{name} model.norm", problem, f"Set model.{name}=false, or choose another norm"
         if self.separate_gains and self.norm != "rms":
             yield "model.separate_gains model.norm", "only RMSNorm's gain is separated", "Set model.norm=rms"
         outside = {self.placement_of(sublayer) for sublayer in ("attn", "mlp")} - {"pre", "peri"}

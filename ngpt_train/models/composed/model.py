@@ -5,16 +5,17 @@ normformer/model.py or powernorm/model.py; docs/architectures.md has the table.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngpt_train.models.composed.keys import ComposedConfig
-from ngpt_train.models.decoder import ParameterGroup
+from ngpt_train.models.decoder import Head, ParameterGroup, in_matrices
 from ngpt_train.models.layers.attention import NormedAttention
 from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.dropout import Dropout
@@ -126,6 +127,8 @@ def layer_scale(config: ComposedConfig) -> nn.Module:
     return nn.Identity() if config.layer_scale is None else LearnedScale(config.d_model, config.layer_scale)
 
 
+ALIGNED = 8
+
 # Gains of norms whose output a matrix reads, and `model.separate_gains`; other gains follow a matrix.
 INPUT_GAINS = (*(f"norm_{place}.gain" for place in ("attn", "cross", "mlp", "ffn", "encoder", "final")), ".gains")
 
@@ -135,6 +138,10 @@ class Composition(DecoderOverBatch):
 
     config: ComposedConfig
     positions: Tensor | None
+
+    def __init__(self, config: ComposedConfig, *stacks: Iterable[nn.Module]) -> None:
+        super().__init__(config, *stacks)
+        self.norm_embedding = norm_of(config, config.d_model) if config.embedding_norm else None
 
     def init_std(self, path: str) -> float:
         """As a decoder's. model.deep_init divides the matrices of block l = 1, 2, ... by sqrt(l)."""
@@ -159,7 +166,8 @@ class Composition(DecoderOverBatch):
 
     def add_positions(self, h: Tensor, positions: Tensor) -> Tensor:
         added = self.config.positions in ("sinusoidal", "learned")
-        return add_positions(h, positions, self.positions) if added else h
+        h = add_positions(h, positions, self.positions) if added else h
+        return h if self.norm_embedding is None else self.norm_embedding(h)
 
     def final_norm(self) -> nn.Module:
         """The norm after the last block; with `post` the block itself ends with one."""
@@ -188,6 +196,37 @@ class Composed(Composition):
         self.norm_final = self.final_norm()
         learned = config.positions == "learned"
         self.positions = nn.Parameter(torch.empty(config.context, config.d_model)) if learned else None
+        self.masked_head = MaskedHead(config) if config.masked_head else None
+
+    def head(self, h: Tensor) -> Head:
+        return super().head(h) if self.masked_head is None else self.masked_head(h, self.unembedding)
+
+    def flops_per_token(self, context: int, causal: bool = False) -> int:
+        of_head = 0 if self.masked_head is None else in_matrices(self.masked_head) * self.config.predicted(context)
+        return super().flops_per_token(context, causal) + 6 * of_head // context
+
+
+class MaskedHead(nn.Module):
+    """BERT's head (Devlin et al. 2019, their code): logits = E_output norm(gelu(W_head x + b_head)) + b_output."""
+
+    def __init__(self, config: ComposedConfig) -> None:
+        super().__init__()
+        assert isinstance(config.vocab_size, int)
+        self.dense = FusedLinear({"w_head": config.d_model}, config.d_model, bias=True)
+        self.norm_head = norm_of(config, config.d_model)
+        self.b_output = nn.Parameter(torch.empty(config.vocab_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.b_output)
+
+    def forward(self, x: Tensor, unembedding: Tensor) -> Head:
+        """x `(B, T, d_model)`. b_output is a column of the matrix, for a 1 behind each h; 7 columns of zeros follow,
+        for products of a multiple of 8."""
+        h = self.norm_head(F.gelu(self.dense(x)))
+        one = torch.zeros(ALIGNED, dtype=h.dtype, device=h.device).index_fill(0, torch.tensor(0, device=h.device), 1)
+        h = torch.cat([h, one.expand(*h.shape[:-1], -1)], dim=-1)
+        return Head(h, torch.cat([unembedding, F.pad(self.b_output[:, None], (0, ALIGNED - 1))], dim=1))
 
 
 Model = Composed  # what build_model builds

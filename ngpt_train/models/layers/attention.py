@@ -43,7 +43,7 @@ class Attention(nn.Module):
         unit_rows: bool = False,
     ) -> None:
         super().__init__()
-        self.causal = causal
+        self.causal = causal and not config.bidirectional
         self.n_heads = config.n_heads
         self.n_kv_heads = config.n_kv_heads or config.n_heads
         self.d_head = config.d_model // config.n_heads

@@ -28,26 +28,27 @@ def positions_in_documents(doc_ids: Tensor) -> Tensor:
     return place - torch.where(starts(doc_ids), place, 0).cummax(dim=1).values
 
 
-def document_mask(doc_ids: Tensor, d_head: int, dtype: torch.dtype) -> Mask:
-    """The mask: each token sees itself and the earlier tokens of its document. d_head, dtype: of q, k and v."""
-    kernel = varlen_kernel(doc_ids.device, d_head, dtype)
+def document_mask(doc_ids: Tensor, d_head: int, dtype: torch.dtype, causal: bool = True) -> Mask:
+    """The mask: each token sees its document, if causal up to itself. d_head, dtype: of q, k and v."""
+    kernel = varlen_kernel(doc_ids.device, d_head, dtype) if causal else None
     if kernel is not None:
         return packed(doc_ids, kernel)
-    return document_blocks(doc_ids) if wants_blocks() else causal_document_mask(doc_ids)
+    return document_blocks(doc_ids, causal) if wants_blocks() else boolean_mask(doc_ids, causal)
 
 
-def causal_document_mask(doc_ids: Tensor) -> Tensor:
-    """`(B, 1, T, T)` bool: true where query t may see key s, that is, s <= t and both are in one document."""
+def boolean_mask(doc_ids: Tensor, causal: bool = True) -> Tensor:
+    """`(B, 1, T, T)` bool: true where query t may see key s: both are in one document and, if causal, s <= t."""
     T = doc_ids.shape[1]
     same = doc_ids[:, None, :, None] == doc_ids[:, None, None, :]
-    return same & torch.ones(T, T, dtype=torch.bool, device=doc_ids.device).tril()
+    return same & torch.ones(T, T, dtype=torch.bool, device=doc_ids.device).tril() if causal else same
 
 
-def document_blocks(doc_ids: Tensor) -> Blocks:
-    """The mask of `causal_document_mask` as blocks, without a tensor of T x T elements."""
+def document_blocks(doc_ids: Tensor, causal: bool = True) -> Blocks:
+    """The mask of `boolean_mask` as blocks, without a tensor of T x T elements."""
 
     def visible(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
-        return (s <= t) & (doc_ids[b, t] == doc_ids[b, s])
+        same = doc_ids[b, t] == doc_ids[b, s]
+        return same & (s <= t) if causal else same
 
     B, T = doc_ids.shape
     return blocks(visible, B, T, doc_ids.device)

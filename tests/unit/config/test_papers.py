@@ -40,6 +40,7 @@ ROWS = {
     "normformer_figure5": 12,
     "normformer_table1": 9,
     "normformer_table2": 16,
+    "normformer_table3": 3,
     "normformer_table4": 7,
     "normformer_table5": 12,
     "normformer_table6": 2,
@@ -157,7 +158,9 @@ def formula(model: Any) -> int:
         architecture = f"{model.name}+plain_mlp" if getattr(model, "mlp", "gated") == "plain" else model.name
         return ARCHITECTURES.get(architecture, ARCHITECTURES[model.name]).n_params(model)
     d, hidden, n_layers = model.d_model, model.d_mlp, model.n_layers
-    assert (model.mlp, model.bias, model.positions, model.tied_embeddings) == ("plain", True, "sinusoidal", True)
+    assert (model.mlp, model.bias, model.tied_embeddings) == ("plain", True, True)
+    outside = {"learned": model.context * d, "sinusoidal": 0}[model.positions]
+    outside += (d * d + d + 2 * d + model.vocab_size) * model.masked_head
     vectors = {"rms": 1, "layer_no_bias": 1, "layer_no_gain": 1, "layer_plain": 0}.get(model.norm, 2)
     norms = 2 + (model.attn_norm_placement == "peri") + (model.mlp_norm_placement == "peri")
     block = 4 * d * (d + 1) + d * hidden + hidden + hidden * d + d + norms * vectors * d
@@ -165,7 +168,7 @@ def formula(model: Any) -> int:
     block += model.n_heads * (model.head_scale == "before") + d * {"mlp": 1, "both": 2}.get(model.res_scale, 0)
     block += 2 * d * (model.layer_scale is not None)
     final = 0 if model.norm_placement == "post" else vectors * d
-    return model.vocab_size * d + n_layers * block + final
+    return model.vocab_size * d + outside + n_layers * block + final
 
 
 @pytest.mark.parametrize("name", [name[6:] for name in NAMES])
@@ -333,6 +336,28 @@ def test_normformer_table_2() -> None:
         (6e-4, 230, True, False, False),
         (6e-4, 222, True, False, True),
     ]
+
+
+def test_normformer_table_3() -> None:
+    """Section 4 of the paper: Pre-LN RoBERTa-base, 2 and 1.92 million batches of a million tokens. RoBERTa's public
+    commands for that batch: rate, warm-up, betas, eps, decay, dropout. Its masks are BERT's."""
+    table = of("normformer_table3")
+    for row, config in table.items():
+        model = config.model
+        assert (model.n_layers, model.d_model, model.n_heads, model.d_mlp, model.context) == (12, 768, 12, 3072, 512)
+        assert (model.norm, model.positions, model.masked_head, model.bidirectional) == ("layer", "learned", True, True)
+        assert (model.mask_share, config.data.mask_keep, config.data.mask_random) == (0.15, 0.1, 0.1)
+        assert (tokens_per_step(config), config.schedule.warmup_steps) == (2**20, 10_000)
+        assert config.train.steps == (2_000_000 if row == "baseline" else 1_920_000)
+        assert (config.optim.lr, config.optim.eps, optimizer(config)) == (5e-4, 1e-6, NORMFORMER_OPTIMIZER)
+        assert (dropout(config), text_of(config)) == (DROPOUT, (*NORMFORMER_TEXT[:3], 50_265))
+        more = model.placement_of("attn"), model.placement_of("mlp"), model.ffn_norm, model.head_scale, model.res_scale
+        res_scale = "mlp" if row.endswith("res_scale") else "none"
+        assert more == (
+            ("pre", "pre", "none", "none", "none")
+            if row == "baseline"
+            else ("peri", "pre", "norm", "before", res_scale)
+        )
 
 
 def test_normformer_text() -> None:

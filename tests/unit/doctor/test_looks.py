@@ -138,7 +138,7 @@ def test_a_file_system_without_locks(monkeypatch: pytest.MonkeyPatch, places: li
     ("overrides", "words"),
     [
         (["tokenizer.kind=sentencepiece", "tokenizer.path=/no/such.model"], "/no/such.model: cannot be read"),
-        (["model.vocab_size=100"], "model.vocab_size=100: the tokenizer bytes has 257 ids"),
+        (["model.vocab_size=100"], "model.vocab_size=100: with bytes there are 257 ids"),
     ],
 )
 def test_a_tokenizer_that_does_not_fit(tmp_path: Path, places: list[str], overrides: list[str], words: str) -> None:

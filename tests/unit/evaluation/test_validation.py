@@ -4,7 +4,8 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.data import Tokens
 from ngpt_train.data.rows import NextToken, RowFormat
+from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.evaluation import validation
 from ngpt_train.evaluation.validation import (
     Evaluations,
@@ -30,6 +32,7 @@ from ngpt_train.models.ngpt.keys import NGPTConfig
 from tests.unit.evaluation.large import ALONE
 
 CONTEXT, V = 8, 11
+TOKENIZER = cast(Tokenizer, SimpleNamespace(n_bytes=np.full(V, 2)))
 
 
 def model() -> Decoder:
@@ -50,7 +53,7 @@ def config(*options: str) -> Config:
 
 
 def evaluations(*options: str) -> Evaluations:
-    return Evaluations(held_out(), np.full(V, 2), config(*options))
+    return Evaluations(held_out(), TOKENIZER, config(*options))
 
 
 @torch.no_grad()
@@ -115,7 +118,7 @@ def test_the_hash_says_which_rows() -> None:
 def test_the_rows_are_the_same_for_every_model_and_seed() -> None:
     """The rows depend on tokenizer and context, not on the architecture, its seed or its batch."""
     gpt = load_config(["model=gpt", "scale=debug", f"model.context={CONTEXT}", "run.seed=5", "eval.rows=20"])
-    other = Evaluations(held_out(), np.full(V, 2), gpt).at_training_context
+    other = Evaluations(held_out(), TOKENIZER, gpt).at_training_context
     assert evaluations("eval.rows=20").at_training_context.rows_hash == other.rows_hash
     assert evaluations("eval.rows=19").at_training_context.rows_hash != other.rows_hash
 
