@@ -43,6 +43,7 @@ from ngpt_train.core.secrets import guard_streams, without_variables
 
 VERBS = {
     "train": "Train a model; continues the run if its directory holds a checkpoint.",
+    "finetune": "Train a trained model on a task with labels: `finetune run.init_from=runs/NAME task=rte`.",
     "prepare": "Tokenize a corpus into shards that train reads.",
     "evaluate": "Validation loss of a checkpoint; or its answers to tasks, or its loss by context and position.",
     "generate": "Sample text from a checkpoint.",
@@ -170,8 +171,12 @@ def _command(arguments: list[str]) -> Callable[[], int]:
             )
         return partial(_multirun, verb, line)
     check_arguments(verb, line.overrides)
+    if verb == "finetune":
+        from ngpt_train.verbs import finetune
+
+        line.overrides = finetune.arguments(line.overrides)
     # Only training, and the look at what it would find, share a batch among the ranks of torchrun.
-    of_verb, world_size = arguments_of(verb, line.overrides), None if verb in ("train", "doctor") else 1
+    of_verb, world_size = arguments_of(verb, line.overrides), None if verb in ("train", "finetune", "doctor") else 1
     config = load_config(of_verb, line.config_dir, world_size)
     if directories:
         put_directories(config, verb, directories)

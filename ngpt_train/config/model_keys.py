@@ -109,9 +109,6 @@ def _problems_of_starts(table: Mapping[Any, Any]) -> Iterator[str]:
                 yield f"{scale}: {name} {problem}"
 
 
-BIDIRECTIONAL = "a model with model.bidirectional=true fills in masks, and continues no text"
-
-
 class LrFactors(NamedTuple):
     """Factors of optim.lr, for each kind of parameter."""
 
@@ -150,6 +147,13 @@ class ModelConfig:
         above=0,
         below=1,
     )
+    n_classes: Union[int, None] = key(
+        None,
+        "Classes that the head tells apart, in the place of the vocabulary; 1: it gives a number. data.label_field and "
+        "data.labels set it.",
+        minimum=1,
+        maximum=100_000,
+    )
     tied_embeddings: bool = key(False, "One matrix as input and output embedding.")
     rope_base: float = key(10000.0, "Base of the rotary position angles.", above=1, maximum=1e12)
     rope_layout: str = key(
@@ -184,10 +188,17 @@ class ModelConfig:
     @property
     def objective(self) -> str:
         """What data.objective=auto becomes, and the only one that the model learns."""
-        return "masked" if self.bidirectional else "next_token"
+        return "label" if self.n_classes else "masked" if self.bidirectional else "next_token"
+
+    def refuses_text(self) -> str | None:
+        """Why the model continues no text; None if it does."""
+        what = {"label": "answers labels", "masked": "fills in masks"}.get(self.objective)
+        return what and f"the model {what}, and continues no text"
 
     def predicted(self, context: int) -> int:
         """The most tokens of a row of `context` that have a target."""
+        if self.n_classes:
+            return 1
         return min(context, int(self.mask_share * context) + 1) if self.bidirectional else context
 
     # Whether its blocks apply dropout (models/layers/dropout.py).

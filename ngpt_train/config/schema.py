@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ngpt_train.config.keys import AUTO, Conflict, name_of
-from ngpt_train.config.model_keys import BIDIRECTIONAL, ModelConfig
-from ngpt_train.config.sections.data import DataConfig, TokenizerConfig
+from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.config.sections.data import DataConfig
 from ngpt_train.config.sections.optim import OptimConfig, ScheduleConfig
 from ngpt_train.config.sections.records import CheckpointConfig, EvalConfig, GuardsConfig, LoggingConfig
 from ngpt_train.config.sections.studies import AuditConfig, CompareConfig, StudyConfig, TransferConfig
+from ngpt_train.config.sections.text_to_ids import TokenizerConfig
 from ngpt_train.config.sections.training import KernelsConfig, ParallelConfig, RunConfig, ScaleConfig, TrainConfig
 from ngpt_train.config.sections.verbs import (
     AnalyzeConfig,
@@ -86,22 +87,24 @@ class Config:
         self.eval.resolve(self, origins)
         self.optim.resolve(self)
         self.schedule.resolve(self, origins)
+        if self.data.label_field is not None and model.n_classes is None:
+            model.n_classes = len(self.data.labels or [""])
         if self.data.objective == AUTO:
             self.data.objective = model.objective
         model.settle_starts(model.measured_starts(self.scale.name))
         model.resolve(self)
         if run.name == AUTO:
-            run.name = f"{model.name}-{self.scale.name}-seed{run.seed}"
+            of_what = self.scale.name if self.data.label_field is None else self.data.task or "labels"
+            run.name = f"{model.name}-{of_what}-seed{run.seed}"
         self.logging.wandb.resolve(self, experiment)
 
     def conflicts(self, world_size: int) -> Iterator[Conflict]:
         """Keys whose values exclude each other. The configuration is resolved."""
         yield from self.run.conflicts()
         yield from self.logging.conflicts()
-        if self.model.bidirectional:
-            for name in ("logging.sample_prompt", "eval.tasks"):
-                if operator.attrgetter(name)(self) is not None:
-                    yield f"{name} model.bidirectional", BIDIRECTIONAL, f"Leave {name} out"
+        for name in ("logging.sample_prompt", "eval.tasks"):
+            if operator.attrgetter(name)(self) is not None and (problem := self.model.refuses_text()):
+                yield f"{name} data.objective", problem, f"Leave {name} out"
         yield from self.model.shape_conflicts()
         yield from self.model.dropout_conflicts(self.kernels.attention)
         yield from self.parallel.conflicts(world_size)

@@ -104,7 +104,7 @@ def differing_weights(stored: ModelConfig, model: ModelConfig) -> list[str]:
     """In words, the keys by which the weights of `stored` are those of another model than `model`."""
     if stored.name != model.name:  # the other keys are of two architectures
         return [f"model.name: {stored.name} in the checkpoint, {model.name} here"]
-    free = model.not_in_weights()
+    free = model.not_in_weights() | ({"n_classes", "tied_embeddings"} if model.n_classes else set())
     return [
         f"model.{key}: {getattr(stored, key, None)} in the checkpoint, {value} here"
         for key, value in vars(model).items()

@@ -41,6 +41,7 @@ GROUPS = {
     "recipe": "Optimizer, schedule and lr table; follows the model unless given.",
     "model": "Architecture.",
     "objective": "What the model learns; null is what the architecture is made for: the next token.",
+    "task": "A task with labels and its fine-tuning, for the verb finetune.",
     "tokenizer": "Text to ids; follows the data unless given.",
     "data": "Where the text or the tokens come from.",
     "parallel": "How the processes of torchrun share the work.",
@@ -60,14 +61,14 @@ BUILT_IN: dict[str, dict[str, Any]] = {
     # The schema's defaults: as values, they would override those of a user's scale or recipe.
     **{f"{group}/default": {} for group in ("checkpoint", "eval", "logging")},
 }
-NONE_OF = ("objective", "tasks", "hardware", "experiment", "study")
+NONE_OF = ("objective", "task", "tasks", "hardware", "experiment", "study")
 # The file that lists the groups.
 PRIMARY = "train"
 # Not for users: the model's file names the schema of its architecture here.
 SCHEMA_GROUP = "schema/model"
 _HEADER = "# @package _global_"
 # These fill several sections, so their keys are full names.
-_GLOBAL_GROUPS = ("scale", "recipe", "objective", "tasks", "hardware", "experiment")
+_GLOBAL_GROUPS = ("scale", "recipe", "objective", "task", "tasks", "hardware", "experiment")
 # As part of a run's name.
 _ROW_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ngpt_train.core.constants import ANSWERED
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import json_lines, read_json
 
@@ -59,6 +60,8 @@ TEXT = Kind("a text", (str,))
 LIST = Kind("a list", (list,))
 TABLE = Kind("an object of named values", (dict,))
 
+# Beside a file of rows of evals/, without its ending: the answers to its rows.
+ANSWERS = "_answers.jsonl"
 Fields = Mapping[str, Kind]  # by name; "" stands for all other names
 
 # docs/records.md. A field that is not here is used by nothing that reads the records of others.
@@ -72,7 +75,8 @@ RECORDS: Mapping[str, Fields] = {
     },
     "eval": {
         **SO_FAR,
-        **{"loss": AMOUNT, "ppl": AMOUNT, "bits_per_byte": AMOUNT},
+        **dict.fromkeys(("loss", "ppl", "bits_per_byte"), AMOUNT),
+        **dict.fromkeys(ANSWERED, NUMBER),
         **{"rows": COUNT, "n_targets": COUNT, "rows_hash": TEXT},
     },
     "telemetry": {**SO_FAR, "kind": TEXT, "": NUMBER},
@@ -154,3 +158,18 @@ def printable(line: str) -> str:
     """Text from a file that others may have written, without line breaks, which would be read as ours, and without the
     codes that redraw a terminal."""
     return "".join(x if x.isprintable() else "?" for x in line)
+
+
+def measured(record: Record, digits: int) -> str:
+    """The metrics of an eval record beside its loss: `ppl 53.9  bits/byte 1.521` of a text, `accuracy 0.8123  f1 0.79`
+    of labels, both of masked tokens."""
+    found = [f"{name} {record[name]:.{digits}f}" for name in ANSWERED if name in record]
+    if math.isfinite(bits := record["bits_per_byte"]):
+        found = [f"ppl {record['ppl']:.{digits}g}", f"bits/byte {bits:.{digits}f}", *found]
+    return "  ".join(found)
+
+
+def compared(record: Mapping[str, Any], metric: str) -> float | None:
+    """The value of one of METRICS in an eval record; None if it has none."""
+    value = record.get("accuracy" if metric == "error" else metric)
+    return value if value is None or metric in ("loss", "bits_per_byte") else 1 - value

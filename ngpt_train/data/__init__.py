@@ -18,6 +18,7 @@ from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.cache_files import canonical_hash
 from ngpt_train.data.dataset import Dataset, OnMain, Tokens, path_of
 from ngpt_train.data.epochs import EpochRows, epoch_rows, many_epochs, planned_rows, warn_of_repeats
+from ngpt_train.data.labelled import open_labelled
 from ngpt_train.data.loader import (
     ENDLESS,
     MaskedReader,
@@ -83,6 +84,13 @@ def open_dataset(
     ConfigError for a faulty data.repo and for data.val_fraction=1 of text that has a validation split of its own.
     """
     data = config.data
+    if (data.label_field is None) != (config.model.n_classes is None):
+        fix = (
+            "Name the task's examples: data.label_field, data.text_field and data.labels, or choose another checkpoint"
+        )
+        raise ConfigError(f"data.label_field={data.label_field}, model.n_classes={config.model.n_classes}\n  {fix}")
+    if data.label_field is not None:
+        return open_labelled(config, tokenizer or load_tokenizer(config.tokenizer))
     if data.val_fraction == 1:
         check_whole(config)
     if data.kind == "mixture":

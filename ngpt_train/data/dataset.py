@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
-from ngpt_train.data.tokenizers.tokenizer import Tokenizer
+from ngpt_train.data.tokenizers.tokenizer import Ids, Tokenizer
 
 if TYPE_CHECKING:  # which make data sets
     from ngpt_train.data.mixed import Mixed
@@ -132,6 +132,14 @@ class Tokens:
             out[done : done + len(part)] = part
             done += len(part)
             shard += 1
+
+
+class Examples(Tokens):
+    """A split of examples: the ids of their texts, one or two, and the label's class or millionths."""
+
+    def __init__(self, split: str, path: Path, eos: int, texts: list[list[Ids]], labels: NDArray[np.int64]) -> None:
+        super().__init__(split, path, [np.concatenate([*of_example, [eos]]) for of_example in texts], eos)
+        self.texts, self.labels = texts, labels
 
 
 def _check_offsets(offsets: StoredNumbers) -> None:

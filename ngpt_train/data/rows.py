@@ -24,7 +24,8 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.constants import IGNORED, PADDING
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.best_fit import best_fit
-from ngpt_train.data.dataset import Dataset, Tokens
+from ngpt_train.data.dataset import Dataset, Examples, Tokens
+from ngpt_train.data.label_rows import LabelRows
 from ngpt_train.data.masks import Masks, masks_of
 from ngpt_train.data.permutation import permuted
 from ngpt_train.data.tokenizers.tokenizer import Ids, Tokenizer
@@ -109,6 +110,8 @@ class Rows(Protocol):
 
 def rows_of(tokens: Tokens, config: Config) -> Rows:
     """The rows of a split for the config's model. Raises DataError if there are none."""
+    if isinstance(tokens, Examples):
+        return LabelRows(tokens, config)
     return _rows_of(tokens, row_format(config, tokens.eos))
 
 

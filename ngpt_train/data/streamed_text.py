@@ -109,7 +109,7 @@ def open_streamed(config: Config, tokenizer: Tokenizer | None, on_main: OnMain) 
     identity = {
         "tokenizer": tokenizer.fingerprint,
         "shards": [shard.identity for shard in shards],
-        "text_field": data.text_field,
+        "text_field": data.read_field,
         "val_fraction": data.val_fraction,
     }
     manifest = {"source": {"kind": data.kind, "revision": source.revision, "shards": source.names}}
@@ -128,7 +128,7 @@ def list_shards(config: Config) -> Source:
 def open_text(config: Config, source: Source) -> tuple[ShardCache, OpenShards]:
     """The cache, and the shards of the source in it."""
     data, directory = config.data, cache_directory(config) / "documents"
-    cache = ShardCache(directory, data.cache_gb * 1e9, source.reader, data.text_field, data.on_bad_shard == "skip")
+    cache = ShardCache(directory, data.cache_gb * 1e9, source.reader, data.read_field, data.on_bad_shard == "skip")
     return cache, OpenShards(cache, source.shards, data.val_fraction, data.open_shards, skipped={})
 
 

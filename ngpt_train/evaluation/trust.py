@@ -39,7 +39,7 @@ RULES = {
     "optim.lr_table": TAKEN,
     "optim.lr_source": TAKEN,
     **{f"data.{name}": NAMED for name in ("path", "repo", "mixture", "val_files")},
-    **{f"data.{name}": TAKEN for name in ("revision", "split", "files", "text_field")},
+    **{f"data.{name}": TAKEN for name in ("revision", "split", "files", "text_field", "label_field", "labels", "task")},
     "data.cache": PLACE,
     **{f"data.{name}": OWN for name in ("out", "cache_gb", "workers", "prepare_workers", "prefetch", "fetch_minutes")},
     "tokenizer.path": NAMED,

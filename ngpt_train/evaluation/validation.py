@@ -20,18 +20,21 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.constants import IGNORED
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import json_lines, write_atomically
+from ngpt_train.core.recorded import ANSWERS
 from ngpt_train.data.dataset import Tokens
+from ngpt_train.data.label_rows import LabelRows
 from ngpt_train.data.rows import Rows, chosen_rows, held_out_rows, rows_of, same_text
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.distributed.layouts import averaged_statistics
 from ngpt_train.distributed.world import World
+from ngpt_train.evaluation.answers import Answers
 from ngpt_train.models.decoder import Decoder, Loss
 
 # Most tokens in one forward pass. Rows that share a matrix product change each other's rounding, so this is a constant;
 # train.micro_rows may depend on the number of ranks.
 CHUNK_TOKENS = 8_192
 # A file of RowFiles, complete or left by a kill.
-ROW_FILE = re.compile(r"\.?step_(?P<step>\d{8,})(_context_\d+)?\.npz(?P<partial>\.partial)?")
+ROW_FILE = re.compile(r"\.?step_(?P<step>\d{8,})(_context_\d+)?(_answers\.jsonl|\.npz)(?P<partial>\.partial)?")
 FORWARD = 1 / 3  # of the compute of a training step: the backward pass costs twice the forward pass
 
 
@@ -48,6 +51,7 @@ class RowLosses:
     n_bytes: int
     rows_hash: str
     n_hits: int | None = None
+    answers: Answers | None = None  # of examples with a label
 
     def metrics(self) -> dict[str, Any]:
         """loss (nats per target), ppl, bits_per_byte and, of masked rows, accuracy; rows, n_targets and rows_hash
@@ -60,15 +64,19 @@ class RowLosses:
             # A text without bytes (special ids alone) has no bits per byte.
             "bits_per_byte": total / math.log(2) / self.n_bytes if self.n_bytes else math.nan,
             **({} if self.n_hits is None else {"accuracy": self.n_hits / n_targets}),
+            **({} if self.answers is None else self.answers.metrics()),
             "rows": len(self.loss_sum),
             "n_targets": n_targets,
             "rows_hash": self.rows_hash,
         }
 
     def write(self, path: Path) -> None:
-        """Writes loss_sum, n_targets and rows_hash as an .npz file, atomically; equal losses give equal bytes."""
+        """Writes loss_sum, n_targets and rows_hash as an .npz file, atomically, and of labelled examples a file of
+        answers beside it; equal losses give equal bytes."""
         file = io.BytesIO()
         np.savez(file, loss_sum=self.loss_sum, n_targets=self.n_targets, rows_hash=np.array(self.rows_hash))
+        if self.answers is not None:
+            write_atomically(path.with_name(f"{path.stem}{ANSWERS}"), self.answers.lines())
         write_atomically(path, file.getvalue())
 
 
@@ -85,23 +93,32 @@ class Validation:
         self.batch = [torch.from_numpy(part) for part in batch]
         self.targets = targets[targets != IGNORED]
         self.n_rows, context = targets.shape
-        self.n_bytes = int(n_bytes[self.targets].sum())
+        self.n_bytes = 0 if isinstance(rows, LabelRows) else int(n_bytes[self.targets].sum())
         self.rows_hash = hash_of(tokens, targets)
         self.chunk = min(self.n_rows, max(1, CHUNK_TOKENS // context))
 
     @torch.no_grad()
     def row_losses(self, model: Decoder, world: World) -> RowLosses:
         """The loss of each row, in the order of the rows; the same on every rank. A collective call."""
-        sums = torch.zeros(2, self._n_chunks, self.chunk, dtype=torch.float64, device=world.device)
+        sums = torch.zeros(3, self._n_chunks, self.chunk, dtype=torch.float64, device=world.device)
         for index, loss in self._losses(model, world):
             assert loss.by_token is not None
             sums[0, index] = loss.by_token.double().sum(1)
-            if loss.n_hits is not None:
-                sums[1, index] = loss.n_hits
+            if loss.n_hits is not None and loss.answers is not None:
+                sums[1, index] = loss.n_hits.double()
+                sums[2, index] = loss.answers[:, 0].double()  # of several, no answer of the row
         # One rank has a row's loss and the others have 0, so the sum over ranks is exact.
-        found, hits = world.sum_(sums).flatten(1)[:, : self.n_rows].cpu().numpy()
-        n_hits = int(hits.sum()) if model.config.bidirectional else None
-        return RowLosses(found, (self.batch[1] != IGNORED).sum(1).numpy(), self.n_bytes, self.rows_hash, n_hits)
+        found, hits, answers = world.sum_(sums).flatten(1)[:, : self.n_rows].cpu().numpy()
+        n_targets = (self.batch[1] != IGNORED).sum(1).numpy()
+        config = model.config
+        return RowLosses(
+            found,
+            n_targets,
+            self.n_bytes,
+            self.rows_hash,
+            n_hits=int(hits.sum()) if config.bidirectional and config.n_classes != 1 else None,
+            answers=Answers(self.targets, answers, config.n_classes) if config.n_classes else None,
+        )
 
     @torch.no_grad()
     def token_losses(self, model: Decoder, world: World) -> NDArray[np.float64]:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.core.constants import IGNORED, Constraint
+from ngpt_train.core.constants import IGNORED, MILLION, Constraint
 from ngpt_train.kernels.cross_entropy import linear_cross_entropy, soft_capped, token_losses
 from ngpt_train.models.layers.documents import (
     Mask,
@@ -36,7 +36,9 @@ class Loss(NamedTuple):
     cross_entropy: Tensor  # in nats, without smoothing and without gradient
     z_term: Tensor | None  # z_loss * logsumexp(logits)^2, without gradient; None if z_loss is 0
     by_token: Tensor | None = None  # (B, T) the cross-entropy of each target, 0 if it does not count; in no_grad
-    n_hits: Tensor | None = None  # (B,) targets that have the largest logit; with masks, in no_grad
+    # Where few tokens have a target, in no_grad:
+    n_hits: Tensor | None = None  # (B,) targets that have the largest logit
+    answers: Tensor | None = None  # (B, K) the ids with the largest logits, or the numbers, at the places with targets
 
 
 class Head(NamedTuple):
@@ -77,6 +79,14 @@ class Head(NamedTuple):
         return Loss(total, n_tokens, cross_entropy, z_term)
 
 
+def squared_error(head: Head, targets: Tensor) -> Loss:
+    """The summed squared error of the only logit; targets `(B, T)` are millionths."""
+    counts, numbers = targets != IGNORED, head.logits()[..., 0]
+    by_token = (numbers - targets / MILLION).square().where(counts, 0)
+    total = by_token.sum()
+    return Loss(total, counts.sum(), total.detach(), None, None if torch.is_grad_enabled() else by_token)
+
+
 @dataclass(frozen=True)
 class ParameterGroup:
     """Parameters that the optimizer treats alike."""
@@ -105,7 +115,9 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(blocks)
         number_places(self.layers)
         self.embedding_dropout = Dropout(config.embedding_dropout)
-        self.output = None if config.tied_embeddings else nn.Parameter(torch.empty_like(self.embedding))
+        tied = config.tied_embeddings and not config.n_classes
+        self.n_outputs = config.n_classes or config.vocab_size  # logits of a token
+        self.output = None if tied else nn.Parameter(torch.empty(self.n_outputs, config.d_model))
 
     @property
     def unembedding(self) -> Tensor:
@@ -240,8 +252,8 @@ class Decoder(nn.Module):
             h = self.first_hidden_state(tokens, self.embedding, positions)
         with seeded(of_blocks):
             h = self.stack(h, rope, mask, doc_ids)
-            if targets is not None and self.config.bidirectional:
-                return self.masked_loss(h, targets)
+            if targets is not None and self.config.predicted(tokens.shape[1]) < tokens.shape[1]:
+                return self.loss_at_targets(h, targets)
             head = self.head(h)
         return head.logits() if targets is None else self.loss_of(head, targets)
 
@@ -260,9 +272,11 @@ class Decoder(nn.Module):
 
     def loss_of(self, head: Head, targets: Tensor) -> Loss:
         """The loss of targets `(B, T)`, in training mode with the z-loss and label smoothing."""
+        if self.config.n_classes == 1:
+            return squared_error(head, targets)
         return head.loss(targets, self.z_loss, self.label_smoothing) if self.training else head.loss(targets, 0.0)
 
-    def masked_loss(self, h: Tensor, targets: Tensor) -> Loss:
+    def loss_at_targets(self, h: Tensor, targets: Tensor) -> Loss:
         """The loss of targets `(B, T)`. The head reads h `(B, T, d_model)` at the K places alone that may have one."""
         counts, most = targets != IGNORED, self.config.predicted(targets.shape[1])  # the host does not know the number
         torch._assert_async((counts.sum(1) <= most).all(), f"a row has more than {most} targets: model.mask_share")
@@ -272,9 +286,11 @@ class Decoder(nn.Module):
         loss = self.loss_of(head, chosen)
         if loss.by_token is None:
             return loss
-        hits = (head.logits().argmax(-1) == chosen).float()
+        logits = head.logits()
+        answers = logits.argmax(-1) if self.n_outputs > 1 else logits[..., 0]  # (B, K)
         spread = torch.zeros(targets.shape, dtype=loss.by_token.dtype, device=h.device)
-        return loss._replace(by_token=spread.scatter(1, places, loss.by_token), n_hits=hits.sum(1))
+        hits = (answers == chosen).sum(1)
+        return loss._replace(by_token=spread.scatter(1, places, loss.by_token), n_hits=hits, answers=answers)
 
     def loss(
         self, tokens: Tensor, targets: Tensor, doc_ids: Tensor | None = None, seeds: Tensor | None = None

@@ -85,7 +85,10 @@ class EncoderDecoder(Decoder):
         with seeded(of_embedding):
             h = self.first_hidden_state(tokens, self.embedding, positions)  # (B, T, d_model)
         with seeded(of_decoder):
-            head = self.head(self.decode(h, self.rope(tokens, angles_dtype), mask, memory, source_mask, valid))
+            h = self.decode(h, self.rope(tokens, angles_dtype), mask, memory, source_mask, valid)
+            if targets is not None and self.config.n_classes:
+                return self.loss_at_targets(h, targets[:, S:])
+            head = self.head(h)
         return head.logits() if targets is None else self.loss_of(head, targets[:, S:])
 
     @torch.no_grad()

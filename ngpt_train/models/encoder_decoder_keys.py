@@ -26,7 +26,7 @@ class EncoderDecoderKeys(ModelConfig):
 
     @property
     def objective(self) -> str:
-        return "prefix_continuation"
+        return "label" if self.n_classes else "prefix_continuation"
 
     def source_length(self, context: int) -> int:
         """Tokens of a row of `context` tokens that the encoder reads: source_context or, where it is null, 2/3."""

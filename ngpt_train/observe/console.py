@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.core.recorded import Sink
+from ngpt_train.core.recorded import Sink, measured
 from ngpt_train.core.secrets import redacted
 
 # Kinds of records. A telemetry record has too many numbers for a line.
@@ -74,8 +74,8 @@ def describe_train(record: dict[str, Any], eta: float) -> str:
 
 
 def describe_eval(record: dict[str, Any]) -> str:
-    """`loss 3.9876  ppl 53.9  bits/byte 1.521`."""
-    return f"loss {record['loss']:.4f}  ppl {record['ppl']:.4g}  bits/byte {record['bits_per_byte']:.4f}"
+    """`loss 3.9876  ppl 53.9  bits/byte 1.521`, or what `measured` has in their place."""
+    return f"loss {record['loss']:.4f}  {measured(record, digits=4)}"
 
 
 def describe_tasks(record: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from ngpt_train.config.stored import read_yaml, redact, to_dict, what_differs
 from ngpt_train.config.validate import flatten, mistake, show
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json
-from ngpt_train.core.recorded import TEXT, Record, checked, read_end, read_records
+from ngpt_train.core.recorded import TEXT, Record, checked, compared, read_end, read_records
 from ngpt_train.study.definition import FILE, LR, SAME_BUDGET, Study, Value, merged, read_stored, text_of, tree_of
 from ngpt_train.study.descent import Grid
 
@@ -263,7 +263,7 @@ def _end_loss(run: Path, steps: int, metric: str) -> float | None:
         records, _ = read_records(run / "metrics.jsonl", ["eval"])
     except DataError as error:
         raise DataError(f"{error} Or delete the directory of this run to have it made again.") from None
-    return next((record.get(metric) for record in records["eval"] if record["step"] == steps), None)
+    return next((compared(record, metric) for record in records["eval"] if record["step"] == steps), None)
 
 
 def differences(stored: Config, new: Config) -> list[tuple[str, Any, Any]]:

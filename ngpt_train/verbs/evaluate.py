@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config.model_keys import BIDIRECTIONAL, ModelConfig
+from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.places import check_beside
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.records import check_contexts
 from ngpt_train.config.validate import mistake, show
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_json
+from ngpt_train.core.recorded import measured
 from ngpt_train.data import open_dataset
 from ngpt_train.data.sources import open_source
 from ngpt_train.data.tokenizers.tokenizer import tokenizer_identity
@@ -74,7 +75,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     if world.is_main:
         print(
             f"{described(restored)} on {result['data']} ({result['rows']} rows): loss {result['loss']:.6f}  "
-            f"ppl {result['ppl']:.4f}  bits/byte {result['bits_per_byte']:.6f}"
+            + measured(result, digits=6)
         )
         for context in sorted(losses.keys() - {combined.model.context}):
             of_context = losses[context].metrics()
@@ -184,8 +185,8 @@ def check_lengths(config: Config, model: ModelConfig, overrides: Sequence[str]) 
     """Raises ConfigError unless `model` reads rows of evaluate.length.contexts, and `overrides` name a text."""
     length = config.evaluate.length
     named = f"evaluate.length.contexts={show(length.contexts)}"
-    if model.bidirectional:
-        raise mistake(f"{named}: {BIDIRECTIONAL}", "Choose a causal model's checkpoint")
+    if problem := model.refuses_text():
+        raise mistake(f"{named}: {problem}", "Choose a causal model's checkpoint")
     if model.source_length(model.context):
         raise mistake(f"{named}: an encoder-decoder has a source of its own length", "Choose a decoder's checkpoint")
     for context in length.contexts or []:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from ngpt_train.config.model_keys import BIDIRECTIONAL
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.verbs import GenerateConfig
 from ngpt_train.config.validate import mistake
@@ -34,8 +33,8 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     wanted = config.generate
     prompts = [wanted.prompt] if wanted.prompts is None else read_prompts(wanted.prompts)
     trained = find_trained("generate", config, overrides, also_used=("train.compile",))
-    if trained.config.model.bidirectional:
-        raise mistake(f"generate.checkpoint={wanted.checkpoint}: {BIDIRECTIONAL}", "Choose a causal model's checkpoint")
+    if problem := trained.config.model.refuses_text():
+        raise mistake(f"generate.checkpoint={wanted.checkpoint}: {problem}", "Choose a causal model's checkpoint")
     world = World(rank=0, size=1, local_rank=0, device=resolve_device(config.train.device, local_rank=0))
     restored = restore(trained, config, world)
     compiled = wanted.cache and resolve_compile(config.train.compile, world.device.type)

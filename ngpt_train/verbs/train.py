@@ -122,12 +122,14 @@ def with_first_commits(config: Config, stored: Config) -> Config:
 def trained_tokenizer(config: Config, checkpoint: Path | None) -> Tokenizer | None:
     """The SentencePiece model, or the words, that the run made from its text, read from its checkpoint.
 
-    None for a new run, and for a run whose tokenizer comes from elsewhere.
+    A task with labels has the tokenizer of run.init_from's run. None for any other new run, and for a run whose
+    tokenizer comes from elsewhere.
     """
-    comes_with_tokens = config.data.kind == "tokens"
-    if checkpoint is None or not config.tokenizer.from_text or comes_with_tokens:
+    if config.data.label_field is not None:
+        checkpoint = checkpoint or initial_checkpoint(config)
+    elif not config.tokenizer.from_text or config.data.kind == "tokens":
         return None
-    return read_tokenizer(checkpoint, read_json(checkpoint / "tokenizer.json"))
+    return None if checkpoint is None else read_tokenizer(checkpoint, read_json(checkpoint / "tokenizer.json"))
 
 
 def with_vocabulary(config: Config, data: Dataset) -> Config:
@@ -165,7 +167,8 @@ def begin_or_resume(
     if checkpoint:
         position = load_state(checkpoint, state, verified=True)
     elif initial := initial_checkpoint(config):
-        load_model(initial, state.model, world)
+        trained = read_yaml(initial / "config.yaml").model
+        load_model(initial, state.model, world, new_head=trained.n_classes != config.model.n_classes)
         state.model.project_()
         if config.optim.storage == "bf16":
             round_to_bf16_(state.model)

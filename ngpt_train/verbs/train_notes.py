@@ -107,7 +107,7 @@ def where_it_goes_on(directory: RunDirectory, step: int, without: str = "run.ove
 def unigram_note(data: Dataset, validation: Evaluations, config: Config) -> str:
     """The loss of a unigram model on the validation rows, for the log; empty for streamed text, whose ids are not there
     to be counted."""
-    if not isinstance(data.train, Tokens):
+    if not isinstance(data.train, Tokens) or config.model.n_classes:
         return ""
     rows, vocab_size = rows_of(data.train, config), int(config.model.vocab_size)
     return f"a unigram model reaches {unigram_loss(rows, validation.at_training_context, vocab_size):.4f}"

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ngpt_train.core.constants import IGNORED
 from ngpt_train.data.masks import Masks
 from ngpt_train.distributed.layouts import replicas
 from ngpt_train.models import export_weights
@@ -55,6 +56,7 @@ OPTIONS = {
 }
 RECIPES |= {f"{name} with dropout": RECIPES[name] for name in ("gpt", "ntransformer")}
 RECIPES["gpt with normuon"] = RECIPES["gpt"]
+RECIPES["gpt with labels"] = dataclasses.replace(RECIPES["gpt"], steps=12)
 RECIPES["ngpt with masks"] = dataclasses.replace(RECIPES["ngpt"], steps=12)
 RECIPES["gpt with muonh"] = dataclasses.replace(RECIPES["gpt"], weight_decay=0.0)
 RECIPES["ngpt with muon"] = RECIPES["ngpt"]
@@ -67,6 +69,7 @@ WITH = {
         *(f"model.{place}_dropout=0.05" for place in ("embedding", "residual", "attention")),
         "optim.label_smoothing=0.05",
     ],
+    "labels": ["data=local", "data.path=x", "data.label_field=label", "data.labels=['a','b','c']"],
     "masks": ["objective=masked", "model.mask_share=0.5"],
     "training_ngpt": ["recipe=training_ngpt", "optim.gate_eps=1e-4", "optim.angle_cap=0.03"],
     **{name: [f"optim.name={name}", "optim.groups.embedding=3e-2"] for name in ("muon", "normuon", "adamh", "muonh")},
@@ -87,6 +90,8 @@ FAST: dict[int, list[Cell]] = {  # by ranks; the other recipes and cells are in 
         ("ngpt", "fsdp(2)", "none"),
         ("angpt", "fsdp(2)", "none"),
         ("ngpt with masks", "fsdp(2)", "none"),
+        ("gpt with labels", "ddp(2)", "none"),
+        ("gpt with labels", "fsdp(2)", "none"),
         ("ngpt with nugpt", "ddp(2)", "none"),
         ("ngpt with nugpt", "fsdp(2)", "none"),
         ("ngpt with training_ngpt", "fsdp(2)", "none"),
@@ -115,9 +120,15 @@ def digest(weights: dict[str, Tensor]) -> str:
     return hashlib.sha256(b"".join(weights[key].numpy().tobytes() for key in sorted(weights))).hexdigest()
 
 
-def batch(name: str, step: int, masked: bool) -> tuple[Tensor, ...]:
+def batch(name: str, step: int, what: str) -> tuple[Tensor, ...]:
     """The rows of a step, the same for every layout; the last ones count far fewer targets than the first."""
-    if masked:
+    if what == "labels":
+        tokens, targets, *doc_ids = text_like_rows(ROWS, CONTEXT, SIZE.vocab_size, seed=step)
+        targets = torch.full_like(targets, IGNORED)
+        targets[:, -1] = tokens[:, -1] % 3
+        targets[-1] = IGNORED
+        return tokens, targets, *doc_ids
+    if what == "masks":
         rows = [part.numpy() for part in text_like_rows(ROWS, CONTEXT, SIZE.vocab_size, seed=step)]
         masks = Masks(0.5, 0.6, 0.1, mask_id=SIZE.vocab_size - 1, eos=0, begins_word=None)
         return tuple(torch.from_numpy(part) for part in masks.of(tuple(rows), np.arange(ROWS) + step * ROWS, seed=0))
@@ -143,7 +154,7 @@ def one_run(recipe: str, parallel: str, recomputation: str, accumulation: int) -
     initial = export_weights(state.model)
     losses, z_losses, norms, rates, tokens = [], [], [], [], []
     for step in range(config.train.steps):
-        mine = [part[rows].chunk(accumulation) for part in batch(name, step, masked=what == "masks")]
+        mine = [part[rows].chunk(accumulation) for part in batch(name, step, what)]
         result = train_step(state, list(zip(*mine, strict=True)), rows=rows)
         losses.append(result.loss.item())
         if result.z_loss is not None:

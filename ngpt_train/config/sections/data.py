@@ -1,4 +1,4 @@
-"""The keys data.* and tokenizer.*: where text comes from, what becomes of it, and its tokenizer."""
+"""The keys data.*: where text comes from, and what becomes of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Union
 
 from ngpt_train.config.keys import AUTO, BoolOrAuto, Conflict, IntOrAuto, key
@@ -13,6 +14,7 @@ from ngpt_train.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from ngpt_train.config.model_keys import ModelConfig
+    from ngpt_train.config.sections.text_to_ids import TokenizerConfig
 
 _MIXED_KINDS = {
     "embedded": "",
@@ -64,15 +66,27 @@ class DataConfig:
     objective: str = key(
         AUTO,
         "next_token: predict each token of a stretch of text; prefix_continuation: read the beginning of a document, "
-        "predict what follows; masked: predict hidden tokens. auto is what the model is made for.",
-        choices=(AUTO, "next_token", "prefix_continuation", "masked"),
+        "predict what follows; masked: predict hidden tokens; label: answer a label. auto is what the model is made "
+        "for.",
+        choices=(AUTO, "next_token", "prefix_continuation", "masked", "label"),
     )
     mask_keep: float = key(0.1, "masked: share of the predicted tokens that the model reads.", minimum=0, maximum=1)
     mask_random: float = key(
         0.1, "masked: share of the predicted tokens for which it reads a random token.", minimum=0, maximum=1
     )
     mask_words: bool = key(False, "masked: whole words are predicted, or not; a word begins with white space.")
-    text_field: str = key("text", "Field of a jsonl line, or column of a parquet file, that holds the text.")
+    text_field: str = key(
+        "text",
+        "Field of a jsonl line, or column of a parquet or tsv file, that holds the text; with data.label_field also "
+        "several, as in sentence1,sentence2.",
+    )
+    label_field: Union[str, None] = key(
+        None, "Field or column with the label of an example: the model learns to answer it (docs/objectives.md)."
+    )
+    task: Union[str, None] = key(None, "Name of the task, for the names of its runs.")
+    labels: Union[list[str], None] = key(
+        None, "The labels, in the order of the model's classes; null: a label is a number."
+    )
     val_fraction: float = key(
         0.02,
         "Share of the documents held out for validation, chosen by a hash of the document. `evaluate` alone takes 1: "
@@ -153,6 +167,11 @@ class DataConfig:
         return self.val_fraction if self.val_files is None else 0.0
 
     @property
+    def read_field(self) -> str:
+        """What a reader reads of a record (sources/readers.py: document_of)."""
+        return self.text_field if self.label_field is None else f"{self.text_field},{self.label_field}"
+
+    @property
     def own_ids(self) -> int:
         """Ids of the model beside the tokenizer's: one for masks."""
         return int(self.objective == "masked")
@@ -182,11 +201,39 @@ class DataConfig:
         if self.objective != model.objective:
             fix = f"Set data.objective={model.objective}, or choose another model"
             yield "data.objective model.name", "the model is not made for this objective", fix
-        if self.objective == "prefix_continuation":
+        if self.objective in ("prefix_continuation", "label"):
             for name, differs in {"data.pack": self.pack != "concat", "data.document_mask": self.document_mask}.items():
                 if differs:
-                    yield f"{name} data.objective", "a row is one document then", f"Leave {name} out"
+                    yield f"{name} data.objective", "a row is one document or example", f"Leave {name} out"
         yield from self._mask_conflicts()
+        yield from self._label_conflicts(model)
+
+    def _label_conflicts(self, model: ModelConfig) -> Iterator[Conflict]:
+        """Keys of labels without a label, and what examples cannot be."""
+        if self.label_field is None:
+            for name in (name for name in ("labels", "task") if getattr(self, name) is not None):
+                yield f"data.{name} data.label_field", "there is no label", f"Set data.label_field, or data.{name}=null"
+            if model.n_classes is not None:
+                fix = "Set data.label_field and data.labels, or model.n_classes=null"
+                yield "model.n_classes data.label_field", "there is no label to answer", fix
+            if "," in self.text_field:
+                fix = "Name one, or set data.label_field"
+                yield (
+                    "data.text_field data.label_field",
+                    "a text has one field, examples with a label have several",
+                    fix,
+                )
+            return
+        wanted = len(self.labels or [""])
+        if find_spec("sklearn") is None:
+            yield "data.label_field", "the package scikit-learn is not installed", "pip install 'ngpt-train[eval]'"
+        if self.labels is not None and len(set(self.labels)) < max(2, wanted):
+            yield "data.labels", "two or more different labels are told apart", "For example data.labels=['0','1']"
+        elif model.n_classes != wanted:
+            yield "model.n_classes data.labels", f"there are {wanted} labels", f"Set model.n_classes={wanted}"
+        if self.streamed or self.kind in ("mixture", "tokens", "embedded"):
+            fix = "Choose data=local, or data=hf with data.streaming=false"
+            yield "data.label_field data.kind data.streaming", "examples are read whole, from files or the hub", fix
 
     def _mask_conflicts(self) -> Iterator[Conflict]:
         """Keys of masks without an effect, and what a masked row cannot be."""
@@ -234,49 +281,6 @@ class DataConfig:
             if getattr(self, name) and self.streamed:
                 fix = f"Set data.streaming=false, or leave data.{name} out"
                 yield f"data.{name} data.kind data.streaming", "text is streamed without it", fix
-
-
-@dataclass
-class TokenizerConfig:
-    """Text to ids. The data group chooses it; prepared tokens bring their own."""
-
-    may_change: ClassVar = ("path",)  # as data.path
-
-    kind: str = key(
-        "sentencepiece",
-        "bytes; sentencepiece (model file, or trained from the corpus); llama2, mistral32k (SentencePiece models of "
-        "32,000 pieces); t5 (SentencePiece, 32,100 ids); gpt2 (tiktoken); hf (a tokenizer.json); words (between white "
-        "space, as in Penn Treebank). Prepared shards bring theirs.",
-        choices=("bytes", "sentencepiece", "llama2", "mistral32k", "t5", "gpt2", "hf", "words"),
-    )
-    path: Union[str, None] = key(
-        None,
-        "Model file; null trains a SentencePiece model from the corpus or counts its words, and finds the well-known "
-        "ones elsewhere.",
-    )
-    eos: Union[str, None] = key(None, "hf: piece that ends a document; null takes the usual one, if there is one.")
-    vocab_size: int = key(
-        4096,
-        "Pieces of a model trained from the corpus; words: the most frequent, <eos> and <unk> included, at most.",
-        minimum=300,
-        maximum=1_000_000,
-    )
-
-    @property
-    def from_text(self) -> bool:
-        """Whether the tokenizer is made from the text that it is to encode."""
-        return self.kind in ("sentencepiece", "words") and self.path is None
-
-    def conflicts(self) -> Iterator[Conflict]:
-        """Keys that exclude each other."""
-        names = "tokenizer.path tokenizer.kind"
-        if self.path is not None and self.kind == "bytes":
-            fix = "Choose tokenizer=sentencepiece or another, or leave tokenizer.path out"
-            yield names, "bytes reads no model file", fix
-        if self.path is None and self.kind == "hf":
-            yield names, "no tokenizer.json is named", "Set tokenizer.path=FILE"
-        if self.eos is not None and self.kind != "hf":
-            yield "tokenizer.eos tokenizer.kind", "the tokenizer knows its own", "Leave tokenizer.eos out"
 
 
 class SourceConfig(NamedTuple):

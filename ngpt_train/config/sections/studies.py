@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Union
 
 from ngpt_train.config.keys import AUTO, COUNT, SEED, Conflict, IntOrAuto, Table, VerbKeys, key
+from ngpt_train.core.constants import METRICS
 
 if TYPE_CHECKING:
     from ngpt_train.config.schema import Config
@@ -137,8 +138,9 @@ class StudyConfig(VerbKeys):
     seeds: list[int] = key([0, 1, 2], "run.seed of the runs, the same for all arms.", **SEED)
     metric: str = key(
         "loss",
-        "What is compared: the validation loss at a run's end, or bits per byte, which other tokenizers may share.",
-        choices=("loss", "bits_per_byte"),
+        "What is compared: the validation loss at a run's end; bits per byte, which other tokenizers may share; of "
+        "labels also the share of wrong answers, or 1 less another metric.",
+        choices=tuple(METRICS),
     )
     confidence: float = key(0.95, "Confidence of the intervals; 0.99 asks for p < 0.01.", minimum=0.5, maximum=0.9999)
     engine: str = key(
@@ -202,7 +204,7 @@ class CompareConfig(VerbKeys):
     metric: Union[str, None] = key(
         None,
         "The metric compared. null: the study's, else the loss, or bits per byte where tokenizers differ.",
-        choices=("loss", "bits_per_byte"),
+        choices=tuple(METRICS),
     )
     confidence: Union[float, None] = key(
         None, "Confidence of the intervals; null: the study's, else 0.95.", minimum=0.5, maximum=0.9999

@@ -21,11 +21,11 @@ def open_source(data: DataConfig) -> Source:
     if data.on_hub:
         return list_hub(data)
     assert data.path is not None
-    reader = LocalText(partial(read_file, text_field=data.text_field))
+    reader = LocalText(partial(read_file, text_field=data.read_field))
     held_out = [] if data.val_files is None else list_files(data.val_files, "data.val_files")
     files = [file for file in list_files(data.path) if file not in held_out]
     if not files:
         raise DataError(
             f"data.val_files={data.val_files}: all files of data.path={data.path}; none is left to train on"
         )
-    return Source("local", reader, {"text_field": data.text_field}, files, val_files=held_out)
+    return Source("local", reader, {"text_field": data.read_field}, files, val_files=held_out)

@@ -20,7 +20,7 @@ from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import write_atomically
 from ngpt_train.data.cache_files import canonical_hash
 from ngpt_train.data.sources.hub_client import HubClient, HubFile, endpoint
-from ngpt_train.data.sources.readers import checked_text, no_field, read_file
+from ngpt_train.data.sources.readers import document_of, read_file
 from ngpt_train.data.sources.source import EXTENSIONS, FetchError, Shard, Source, extension, text_size
 
 logger = logging.getLogger(__name__)
@@ -82,14 +82,14 @@ def list_hub(data: DataConfig) -> Source:
         )
     kept = Path(data.cache).expanduser() / "hub"
     commit, listed = _files(HubClient(data.repo, data.fetch_minutes), data.revision, kept)
-    settings = {"repo": data.repo, "split": data.split, "text_field": data.text_field}
+    settings = {"repo": data.repo, "split": data.split, "text_field": data.read_field}
     readable = [path for path in sorted(listed) if extension(Path(path)) in KINDS]
     held_out: list[str] = []
     if data.val_files is not None:
         settings["val_files"] = data.val_files
         held_out = _matching(readable, data.val_files, "data.val_files", data.repo)
     if not readable and not data.streamed:
-        rows = DatasetsText(data.repo, commit, data.split, data.text_field)
+        rows = DatasetsText(data.repo, commit, data.split, data.read_field)
         return Source(data.kind, rows, settings, shards=(rows.shard,), revision=commit)
     if not readable:
         endings = Counter(PurePosixPath(path).suffix or PurePosixPath(path).name for path in sorted(listed))
@@ -123,7 +123,7 @@ def list_hub(data: DataConfig) -> Source:
         )
         for path, file in files.items()
     )
-    reader = HubText(data.repo, commit, files, data.text_field, data.fetch_minutes)
+    reader = HubText(data.repo, commit, files, data.read_field, data.fetch_minutes)
     return Source(data.kind, reader, settings, shards=shards, revision=commit)
 
 
@@ -223,9 +223,7 @@ class DatasetsText:
             number = 0
             for row in rows:
                 number += 1
-                if self.text_field not in row:
-                    raise DataError(f"{data_set}: {no_field('column', self.text_field, list(row))}")
-                yield checked_text(row[self.text_field], place, self.text_field)
+                yield document_of(row, place, "column", self.text_field)
         except DataError:
             raise
         except Exception as error:  # the library passes on all errors of its readers

@@ -37,7 +37,10 @@ def read_file(path: Path, text_field: str, part: tuple[int, int] | None = None) 
             yield from _read_parquet(path, text_field, part)
         else:
             with _open(path) as file:
-                yield from _read_txt(path, file) if kind == "txt" else _read_jsonl(path, file, text_field, part)
+                if kind == "tsv":
+                    yield from _read_tsv(path, file, text_field)
+                else:
+                    yield from _read_txt(path, file) if kind == "txt" else _read_jsonl(path, file, text_field, part)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path}: damaged or incomplete ({error}); copy or download it again") from None
     except OSError as error:
@@ -150,9 +153,30 @@ def _read_jsonl(path: Path, file: BinaryIO, text_field: str, part: tuple[int, in
             raise DataError(
                 f"{where()}: a JSON {type(record).__name__}; expected an object with the field {text_field!r}"
             )
-        if text_field not in record:
-            raise DataError(f"{where()}: {no_field('field', text_field, list(record))}")
-        yield checked_text(record[text_field], where, text_field)
+        yield document_of(record, where, "field", text_field)
+
+
+def _read_tsv(path: Path, file: BinaryIO, text_field: str) -> Iterator[str]:
+    """Columns between tabs, without quotes. A field is the name of a column in the first line, or its number from 1."""
+    header: list[str] | None = None if all(name.isdigit() for name in text_field.split(",")) else []
+    for number, line in enumerate(iter(partial(file.readline, LARGEST_DOCUMENT + 1), b""), 1):
+        where = partial("{}, line {}".format, path, number)
+        if len(line) > LARGEST_DOCUMENT:
+            raise DataError(_too_large(where(), LARGEST_DOCUMENT))
+        try:
+            values = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n").split("\t")
+        except UnicodeDecodeError as error:
+            raise DataError(_not_utf8(where(), line, error)) from None
+        if header == []:
+            header = values
+            for name in text_field.split(","):
+                if name not in header:
+                    raise DataError(f"{where()}: {no_field('column', name, header)}")
+            continue
+        names = header or [str(column) for column in range(1, len(values) + 1)]
+        if len(values) < len(names):
+            raise DataError(f"{where()}: {len(values)} columns, the first line has {len(names)}; correct the file")
+        yield document_of(dict(zip(names, values, strict=False)), where, "column", text_field)
 
 
 def _line_number(path: Path, start: int) -> int:
@@ -172,8 +196,9 @@ def _read_parquet(path: Path, text_field: str, part: tuple[int, int] | None) -> 
 
     try:
         with pq.ParquetFile(path) as file:
-            if text_field not in file.schema_arrow.names:
-                raise DataError(f"{path}: {no_field('column', text_field, file.schema_arrow.names)}")
+            names = text_field.split(",")
+            for name in set(names) - set(file.schema_arrow.names):
+                raise DataError(f"{path}: {no_field('column', name, file.schema_arrow.names)}")
             first, end = part or (0, file.num_row_groups)
             number = sum(file.metadata.row_group(group).num_rows for group in range(first))
             _check_rows(path, file.metadata, text_field)
@@ -181,14 +206,14 @@ def _read_parquet(path: Path, text_field: str, part: tuple[int, int] | None) -> 
             def where() -> str:
                 return f"{path}, row {number}"
 
-            for batch in file.iter_batches(256, row_groups=range(first, end), columns=[text_field]):
-                for value in batch.column(0):
+            for batch in file.iter_batches(256, row_groups=range(first, end), columns=names):
+                for values in zip(*(batch.column(name) for name in names), strict=True):
                     number += 1
                     try:
-                        text = value.as_py()
+                        record = {name: value.as_py() for name, value in zip(names, values, strict=True)}
                     except UnicodeDecodeError as error:
                         raise DataError(_not_utf8(where(), error.object, error)) from None
-                    yield checked_text(text, where, text_field)
+                    yield document_of(record, where, "column", text_field)
     except pa.ArrowException as error:
         raise DataError(f"{path}: damaged, incomplete or no parquet file ({error})") from None
 
@@ -205,6 +230,18 @@ def _check_rows(path: Path, footer: Any, text_field: str) -> None:
         n_bytes = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == text_field)
         if n_bytes > LARGEST_DOCUMENT * max(1, footer.row_group(group).num_rows):
             raise DataError(_too_large(f"{path}, row group {group}", LARGEST_DOCUMENT))
+
+
+def document_of(record: dict[str, Any], where: Callable[[], str], word: str, text_field: str) -> str:
+    """The text of a record, or for several fields, with commas between their names, a JSON list: texts and then a label
+    of any kind. word: "field" or "column". Raises DataError."""
+    *texts, last = text_field.split(",")
+    for name in (*texts, last):
+        if name not in record:
+            raise DataError(f"{where()}: {no_field(word, name, list(record))}")
+    if not texts:
+        return checked_text(record[last], where, last)
+    return json.dumps([*(checked_text(record[name], where, name) for name in texts), record[last]])
 
 
 def checked_text(value: object, where: Callable[[], str], text_field: str) -> str:

@@ -14,7 +14,7 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.data.cache_files import FileHashes
 
 # Parquet compresses its own pages.
-EXTENSIONS = (".txt", ".txt.gz", ".txt.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+EXTENSIONS = (".txt", ".txt.gz", ".txt.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".tsv", ".parquet")
 # Size of compressed text over the size of the text, roughly.
 COMPRESSED = 1 / 3
 # Most characters of a sample: more text takes long and changes few pieces.

@@ -124,6 +124,8 @@ def batch(config: Config, step: int) -> tuple[Tensor, Tensor]:
     tokens, targets = row[:, :-1].clone(), row[:, 1:].clone()
     targets[:, : config.model.source_length(CONTEXT)] = IGNORED  # the encoder's tokens are not predicted
     targets[:, config.model.predicted(CONTEXT) :] = IGNORED  # with masks few are
+    if config.model.n_classes:
+        targets = torch.where(targets == IGNORED, IGNORED, targets % config.model.n_classes)
     return tokens, targets
 
 

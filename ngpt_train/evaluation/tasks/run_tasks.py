@@ -22,7 +22,7 @@ import lm_eval.api.metrics
 import numpy as np
 from lm_eval.evaluator import evaluate
 
-from ngpt_train.config.model_keys import BIDIRECTIONAL, ModelConfig
+from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.sections.records import EvalConfig
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import write_atomically
@@ -131,8 +131,8 @@ class Tasks:
             load()
         tasks = self._loaded["tasks"].items()
         whole = [name for name, task in tasks if task.OUTPUT_TYPE == "loglikelihood_rolling"]
-        if model.bidirectional:
-            raise ConfigError(f"tasks: {BIDIRECTIONAL}\n  Leave eval.tasks out, or choose another checkpoint")
+        if problem := model.refuses_text():
+            raise ConfigError(f"tasks: {problem}\n  Leave eval.tasks out, or choose another checkpoint")
         if model.source_length(model.context) and whole:
             problem = (
                 f"{', '.join(sorted(whole))} wants the probability of whole texts. An encoder-decoder gives none to"

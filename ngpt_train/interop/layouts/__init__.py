@@ -27,7 +27,9 @@ def chosen_layout(name: str, config: ModelConfig, dtype: str = "fp32") -> Layout
 
 def refusal(layout: Layout, config: ModelConfig, dtype: str) -> str | None:
     """The key, and why the layout cannot hold the model in that dtype; None if it can."""
-    if config.bidirectional and layout.for_transformers and not layout.masked:
+    if layout.for_transformers and config.n_classes:
+        return f"model.n_classes={config.n_classes}: this layout has no head for labels"
+    if layout.for_transformers and config.bidirectional and not layout.masked:
         return "model.bidirectional=true: this layout is one of causal models"
     if (problem := layout.refusal(config)) or dtype in layout.dtypes:
         return problem

@@ -100,7 +100,7 @@ class AnGPT(Decoder):
 
     def __init__(self, config: AnGPTConfig) -> None:
         super().__init__(config, (AnGPTBlock(config) for _ in range(config.n_layers)))
-        self.s_z = ScaledParameter(self.embedding.shape[0], config.s_z, config)
+        self.s_z = ScaledParameter(self.n_outputs, config.s_z, config)
 
     def head(self, h: Tensor) -> Head:
         return Head(h, self.unembedding, self.s_z())

@@ -196,7 +196,7 @@ class Composed(Composition):
         self.norm_final = self.final_norm()
         learned = config.positions == "learned"
         self.positions = nn.Parameter(torch.empty(config.context, config.d_model)) if learned else None
-        self.masked_head = MaskedHead(config) if config.masked_head else None
+        self.masked_head = MaskedHead(config, self.n_outputs) if config.masked_head else None
 
     def head(self, h: Tensor) -> Head:
         return super().head(h) if self.masked_head is None else self.masked_head(h, self.unembedding)
@@ -209,12 +209,11 @@ class Composed(Composition):
 class MaskedHead(nn.Module):
     """BERT's head (Devlin et al. 2019, their code): logits = E_output norm(gelu(W_head x + b_head)) + b_output."""
 
-    def __init__(self, config: ComposedConfig) -> None:
+    def __init__(self, config: ComposedConfig, n_outputs: int) -> None:
         super().__init__()
-        assert isinstance(config.vocab_size, int)
         self.dense = FusedLinear({"w_head": config.d_model}, config.d_model, bias=True)
         self.norm_head = norm_of(config, config.d_model)
-        self.b_output = nn.Parameter(torch.empty(config.vocab_size))
+        self.b_output = nn.Parameter(torch.empty(n_outputs))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -256,7 +256,7 @@ class NGPT(Spherical):
 
     def __init__(self, config: NGPTConfig) -> None:
         super().__init__(config, (NGPTBlock(config) for _ in range(config.n_layers)))
-        self.s_z = ScaledParameter(self.embedding.shape[0], config.s_z, config)
+        self.s_z = ScaledParameter(self.n_outputs, config.s_z, config)
 
 
 Model = NGPT  # what build_model builds

@@ -23,7 +23,7 @@ class NTransformer(Spherical, EncoderDecoder):
         encoder = (NGPTBlock(encoder_config, causal=False) for _ in range(encoder_config.n_layers))
         decoder = (NGPTBlock(config, cross=config.alpha_cross) for _ in range(config.n_layers))
         super().__init__(config, encoder, decoder)
-        self.s_z = ScaledParameter(self.embedding.shape[0], config.s_z, config)
+        self.s_z = ScaledParameter(self.n_outputs, config.s_z, config)
 
 
 Model = NTransformer  # what build_model builds

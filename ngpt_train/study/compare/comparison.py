@@ -11,8 +11,10 @@ import numpy as np
 
 from ngpt_train.config.places import check_directory
 from ngpt_train.config.validate import mistake
+from ngpt_train.core.constants import METRICS
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json, write_json
+from ngpt_train.core.recorded import compared
 from ngpt_train.core.secrets import redacted
 from ngpt_train.study.compare.arms import Arms, choose_baseline, found_arms, named_arms
 from ngpt_train.study.compare.compared_keys import Absent, brought, compared_keys, is_of_training, same, value_of
@@ -29,7 +31,6 @@ from ngpt_train.study.definition import LR, name_of
 REPORT = "report.json"
 WRITTEN = (REPORT, "report.md", "report.html", "figures", STEP_TIMES)
 FORMAT = 1
-UNITS = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
 
 
 def make_report(
@@ -79,7 +80,7 @@ def make_report(
         "format": FORMAT,
         "title": given.title,
         "metric": metric,
-        "unit": UNITS[metric],
+        "unit": METRICS[metric],
         "confidence": confidence,
         "baseline": name,
         "budgets": sorted({budget for arm in read.values() for budget in arm.best}),
@@ -260,10 +261,11 @@ def _tunings(arm: Arm) -> list[dict[str, Any]]:
 def _curves(arm: Arm, metric: str) -> list[dict[str, Any]]:
     entries = []
     for trial in arm.trials:
-        evals = [record for record in trial.run.evals if record.get(metric) is not None]
+        evals = [record for record in trial.run.evals if compared(record, metric) is not None]
         train = [x for x in trial.run.train if None not in (x.get("loss"), x.get("tokens"))]
         train = train[:: max(1, math.ceil(len(train) / MOST_POINTS))]
-        columns = {name: [record.get(key) for record in evals] for name, key in {**CURVE, "loss": metric}.items()}
+        columns = {name: [record.get(key) for record in evals] for name, key in CURVE.items()}
+        columns["loss"] = [compared(record, metric) for record in evals]
         entries.append(
             {
                 **_point(trial),

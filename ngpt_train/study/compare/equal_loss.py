@@ -22,6 +22,7 @@ import numpy as np
 from scipy.interpolate import PchipInterpolator
 from scipy.optimize import brentq
 
+from ngpt_train.core.recorded import compared
 from ngpt_train.study.compare.end_losses import BEYOND, Between, EndLosses, end_losses
 from ngpt_train.study.compare.noise import Noise, Pair, by_budget, t_quantile
 
@@ -195,7 +196,7 @@ def log_ratio(arm: Records, baseline: Records, metric: str) -> float | None:
 def curve(records: Records, metric: str) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and the lowest loss so far, `(n,)` each, of the validations after step 0."""
     known: dict[float, float] = {
-        x["tokens"]: x[metric] for x in records if x.get("tokens") and x.get(metric) is not None
+        x["tokens"]: value for x in records if x.get("tokens") and (value := compared(x, metric)) is not None
     }
     tokens = np.array(sorted(known), dtype=float)
     return tokens, np.minimum.accumulate(np.array([known[t] for t in tokens], dtype=float))

@@ -20,8 +20,19 @@ from ngpt_train.config.keys import AUTO, TABLES
 from ngpt_train.config.stored import GONE
 from ngpt_train.config.validate import flatten, show
 from ngpt_train.core.errors import DataError
-from ngpt_train.core.files import parse_json, read_whole, read_yaml_text
-from ngpt_train.core.recorded import ABOVE_0, COUNT, FLAG, POSITIVE, TEXT, Record, checked, read_end, read_records
+from ngpt_train.core.files import json_lines, parse_json, read_whole, read_yaml_text
+from ngpt_train.core.recorded import (
+    ABOVE_0,
+    ANSWERS,
+    COUNT,
+    FLAG,
+    POSITIVE,
+    TEXT,
+    Record,
+    checked,
+    read_end,
+    read_records,
+)
 from ngpt_train.core.recorded import read_starts as starts_of
 from ngpt_train.study.definition import SAME_BUDGET
 
@@ -258,13 +269,26 @@ class Run:
         """The rows of the last validation; None without a file. Raises DataError if the file is damaged."""
         return self.rows_at(self.evals[-1]["step"]) if self.evals else None
 
+    @cached_property
+    def wrong_answers(self) -> Rows | None:
+        """The rows of the last validation with 1 for a wrong answer in the place of the loss; None without answers.
+        Raises DataError if the file is damaged."""
+        if self.rows is None or not (path := self.path / rows_file(self.evals[-1]["step"], ending=ANSWERS)).exists():
+            return None
+        wrong = [
+            x["label"] != x["answer"] for _, x in json_lines(path) if x is not None and {"label", "answer"} <= x.keys()
+        ]
+        if len(wrong) != len(self.rows.loss_sum):
+            raise DataError(f"{path} is damaged: it has not one answer for each row. Leave this run out.")
+        return Rows(np.array(wrong, float), np.ones(len(wrong), np.int64), self.rows.rows_hash)
+
     def rows_at(self, step: int, of: str = "") -> Rows | None:
         path = self.path / rows_file(step, of)
         return read_rows(path) if path.exists() else None
 
 
-def rows_file(step: int, of: str = "") -> str:
-    return f"evals/step_{step:08d}{of}.npz"
+def rows_file(step: int, of: str = "", ending: str = ".npz") -> str:
+    return f"evals/step_{step:08d}{of}{ending}"
 
 
 def read_run(path: Path) -> Run:

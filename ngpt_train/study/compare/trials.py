@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ngpt_train.config.validate import show
+from ngpt_train.core.recorded import compared
 from ngpt_train.study.compare.arms import values_of
 from ngpt_train.study.compare.noise import Further, Pair
 from ngpt_train.study.compare.prices import NO_PRICE, Divergence, divergence, price_of_grid
@@ -97,7 +98,7 @@ def read_arm(
     for run in runs:
         budget, values, seed = budgets[run.path], values_of(run, tuned), run.seed
         reason = failure(run)
-        loss = None if reason else run.evals[-1].get(metric)
+        loss = None if reason else compared(run.evals[-1], metric)
         if reason is None and loss is None:
             reason, loss = f"its validation has no {metric}", None
         trial = Trial(name, run, budget, values, seed, loss, reason or "")
@@ -215,7 +216,9 @@ def rows_of(trials: Sequence[Trial | None], metric: str) -> tuple[np.ndarray | N
         if trial is None:
             found.append(None)
             continue
-        rows = trial.run.rows
+        if metric not in ("loss", "bits_per_byte", "error"):
+            return None, f"{metric} is no mean over rows"
+        rows = trial.run.wrong_answers if metric == "error" else trial.run.rows
         if rows is None:
             return None, f"{trial.run.path} has no losses of rows"
         first = first or rows
@@ -225,7 +228,7 @@ def rows_of(trials: Sequence[Trial | None], metric: str) -> tuple[np.ndarray | N
             return None, f"{trial.run.path} has rows whose loss is not finite"
         mean = rows.loss_sum.sum() / rows.n_targets.sum()
         # One factor for the run, such as nats per token to bits per byte.
-        scale = trial.loss / mean if metric != "loss" and mean else 1.0
+        scale = trial.loss / mean if metric == "bits_per_byte" and mean else 1.0
         found.append(scale * len(rows.n_targets) * (rows.loss_sum - rows.n_targets * mean) / rows.n_targets.sum())
     if first is None:
         return None, "no run has an end loss"

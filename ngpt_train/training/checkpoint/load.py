@@ -58,19 +58,24 @@ def load_state(checkpoint: Path, state: TrainState, verified: bool = False) -> d
     return progress["data"]
 
 
-def load_model(checkpoint: Path, model: Decoder, world: World, part: str = "model") -> None:
+# Parameters whose size is the number of outputs.
+OF_OUTPUTS = ("output", "s_z.stored", "masked_head.b_output")
+
+
+def load_model(checkpoint: Path, model: Decoder, world: World, part: str = "model", new_head: bool = False) -> None:
     """Loads weights and running statistics into `model`, which has the checkpoint's architecture and size.
 
     part: "model" for the trained weights, "ema" for their moving average, which is not projected. Both come with the
-    running statistics of training. A collective call. Raises DataError if the checkpoint is damaged, of another
-    version, or without a moving average.
+    running statistics of training. new_head: the model has other outputs, which keep their values. A collective call.
+    Raises DataError if the checkpoint is damaged, of another version, or without a moving average.
     """
     verify(checkpoint, world)
     statistics = empty_statistics(model, read_progress(checkpoint)["world_size"])
-    tensors: dict[str, Any] = {part: get_model_state_dict(model), "statistics": statistics}
-    read_tensors(checkpoint, model, tensors)
+    weights = get_model_state_dict(model)
+    read = {name: weight for name, weight in weights.items() if not (new_head and name in OF_OUTPUTS)}
+    read_tensors(checkpoint, model, {part: read, "statistics": statistics})
     set_statistics(model, statistics, world)
-    set_model_state_dict(model, tensors[part])
+    set_model_state_dict(model, weights | read)
 
 
 def open_tensors(checkpoint: Path) -> StoredTensors:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ngpt_train.config import load_config
 from ngpt_train.config.places import check_free
-from ngpt_train.config.sections.data import TokenizerConfig
+from ngpt_train.config.schema import TokenizerConfig
 from ngpt_train.config.sections.verbs import ExportConfig
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer

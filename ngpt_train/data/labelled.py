@@ -1,0 +1,65 @@
+"""Opens examples with a label: the texts of files or of the hub, and their labels."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ngpt_train.config.schema import Config
+from ngpt_train.core.constants import IGNORED, MILLION
+from ngpt_train.core.errors import DataError
+from ngpt_train.data.cache_files import canonical_hash
+from ngpt_train.data.dataset import Dataset, Examples, path_of
+from ngpt_train.data.sources import open_source
+from ngpt_train.data.sources.source import Shard, place_of
+from ngpt_train.data.tokenizers.tokenizer import Ids, Tokenizer
+
+
+def open_labelled(config: Config, tokenizer: Tokenizer) -> Dataset:
+    """Both splits of examples. Raises DataError for a faulty text or label, and for a split without examples."""
+    data, path = config.data, path_of(config)
+    source = open_source(data)
+    documents: dict[str, list[str]] = {"train": [], "validation": []}
+    held_out = {str(file) for file in source.val_files} | {s.name for s in source.shards if s.held_out}
+    for shard in source.shards or [Shard(str(file), "", (str(file),)) for file in [*source.files, *source.val_files]]:
+        for document in source.documents_of(shard):
+            validates = shard.name in held_out if held_out else place_of(document.encode()) < data.val_fraction
+            documents["validation" if validates else "train"].append(document)
+    splits = [_examples(split, path, of_split, config, tokenizer) for split, of_split in documents.items()]
+    found = canonical_hash([tokenizer.fingerprint, tokenizer.eos, data.labels, documents])
+    return Dataset(splits[0], splits[1], tokenizer, found, path, {"source": {"kind": source.kind}})
+
+
+def _examples(split: str, path: Path, documents: list[str], config: Config, tokenizer: Tokenizer) -> Examples:
+    texts: list[list[Ids]] = []
+    labels: list[int] = []
+    for document in documents:
+        *fields, label = json.loads(document)
+        texts.append([tokenizer.encode(text) for text in fields])
+        labels.append(label_of(label, config.data.labels, path))
+    if not texts:
+        raise DataError(f"{path}: the {split} split has no example; name files with data.val_files, or add examples")
+    return Examples(split, path, tokenizer.eos, texts, np.array(labels))
+
+
+def label_of(value: object, labels: Sequence[str] | None, path: Path) -> int:
+    """The class of a label, or a number in millionths. Raises DataError for a label that is none of `labels`."""
+    if labels is not None:
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        if text in labels:
+            return list(labels).index(text)
+        raise DataError(
+            f"{path}: the label {value!r} is none of data.labels={list(labels)}; add it, or correct the file"
+        )
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = math.nan
+    if not abs(number) < 1e9:
+        raise DataError(f"{path}: the label {value!r} is no number; name the classes with data.labels=[...]")
+    millionths = round(number * MILLION)
+    return millionths + (millionths == IGNORED)
