@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import product
@@ -315,17 +315,17 @@ def check_stored(study: Study, runs: Runs) -> None:
         return  # the first runs could not begin, with a wrong data.path for example
     lines = [*_changed(stored, study), *_changed_arms(stored, study, runs)]
     if lines:
-        fix = "A study that has begun takes more arms, budgets and seeds, larger study.max_points and "
-        fix += "study.descent_runs, and study.refine=true. For anything else choose another study.name: it shares the "
-        fix += "runs that stay the same."
+        fix = "A study that has begun takes more arms, budgets, seeds and values in lists of study.tune, larger "
+        fix += "study.max_points and study.descent_runs, and study.refine=true. For anything else choose another "
+        fix += "study.name: it shares the runs that stay the same."
         raise mismatch(f"study.name={study.name}: {study.path} holds another study", lines, fix)
 
 
 def _changed(stored: Study, study: Study) -> list[str]:
     """The differences between the stored definition and this one that are not allowed."""
     old, new = tree_of(stored), tree_of(study)
-    names = ["baseline", "metric", "confidence", "tune", "descent_budget"]
-    names = [name for name in names if old[name] != new[name]]
+    names = [name for name in ("baseline", "metric", "confidence", "descent_budget") if old[name] != new[name]]
+    names += [] if _grew(old["tune"], new["tune"]) else ["tune"]
     names += ["max_points"] if study.max_points < stored.max_points else []
     names += ["refine"] if study.refine < stored.refine else []
     names += ["descent_runs"] if (study.descent_runs or math.inf) < (stored.descent_runs or math.inf) else []
@@ -337,6 +337,15 @@ def _changed(stored: Study, study: Study) -> list[str]:
     if missing_arms := [arm for arm in stored.arms if arm not in study.arms]:
         lines.append(f"study.arms: without {', '.join(missing_arms)}")
     return lines
+
+
+def _grew(old: Any, new: Any) -> bool:
+    """Whether `new` tunes as `old`, with more values in lists, the first of each being the same."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        return old.keys() == new.keys() and all(_grew(old[name], new[name]) for name in old)
+    if isinstance(old, list) and isinstance(new, list):
+        return old[:1] == new[:1] and all(value in new for value in old)
+    return bool(old == new)
 
 
 def _changed_arms(stored: Study, study: Study, runs: Runs) -> list[str]:

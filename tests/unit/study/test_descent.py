@@ -3,12 +3,14 @@
 import math
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ngpt_train.core.errors import ConfigError
 from ngpt_train.study.compare.comparison import choose_arms, make_report
 from ngpt_train.study.compare.given_runs import gather
 from ngpt_train.study.compare.output.comparison_page import html
@@ -221,6 +223,12 @@ def test_from_the_definition_to_the_report(tmp_path: Path) -> None:
     carried = {dict(point.values)["schedule.warmup_steps"] for point in runner.results if point.budget == 25600}
     assert carried == {5}  # the share of the run that 1 of 10 steps is
     check_stored(of, runs)
+    more, other_first = "[0.9, 0.95], [0.7, 0.95], [0.9, 0.99]", "[0.9, 0.99], [0.9, 0.95]"
+    for betas, taken in ((more, True), (other_first, False), ("[0.9, 0.95], [0.8, 0.95]", False)):
+        grown = OF_A_STUDY.replace("[0.9, 0.95], [0.9, 0.99]", betas)
+        other = study_of(tmp_path, text=YAML.replace("{scale", "{schedule.warmup_steps: 2, scale") + grown)
+        with nullcontext() if taken else pytest.raises(ConfigError, match=r"study\.tune"):
+            check_stored(other, Runs(other))
     write_phases(of.path, phases(of, runs.start, runs.grids, runner.results))
 
     given = gather([of.path])
