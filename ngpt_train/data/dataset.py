@@ -135,7 +135,7 @@ class Tokens:
 
 
 class Examples(Tokens):
-    """A split of examples: the ids of their texts, one or two, and the label's class or millionths."""
+    """A split of examples: the ids of their texts, and the label's class or millionths."""
 
     def __init__(self, split: str, path: Path, eos: int, texts: list[list[Ids]], labels: NDArray[np.int64]) -> None:
         super().__init__(split, path, [np.concatenate([*of_example, [eos]]) for of_example in texts], eos)

@@ -1,13 +1,12 @@
-"""Rows of examples with a label: one or two texts, and the class or number that a model shall answer.
+"""Rows of examples with a label: one or several texts, and the class or number that a model shall answer.
 
-A row is eos, the first text, eos, and for two texts the second one and eos: padded to the longest example that fits
-into model.context, longer ones cut, the longer text first. The target is the label, at the place that has read all: the
-last token of a decoder, the first of a bidirectional model, the decoder's only token, eos, of an encoder-decoder.
+A row is eos and the texts with eos behind each, padded to model.context, so that records count what is computed; of an
+example that is too long the longest text is cut. The target is the label, at the place that has read all: the last
+token of a decoder, the first of a bidirectional model, the decoder's first token, eos, of an encoder-decoder.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -21,49 +20,37 @@ if TYPE_CHECKING:
     from ngpt_train.data.dataset import Examples
     from ngpt_train.data.tokenizers.tokenizer import Ids
 
-ALIGNED = 8  # tokens, of which a row has a multiple
-
 
 class LabelRows:
     """Row k is example k of a split, in a form that the config's model reads."""
 
     def __init__(self, examples: Examples, config: Config) -> None:
         model, self._examples = config.model, examples
-        self._source = model.source_length(model.context)
-        most = self._source or model.context
-        self.context = most + 1 if self._source else most
-        if not self._source:
-            longest = max(map(length, examples.texts))
-            self.context = min(most, math.ceil(longest / ALIGNED) * ALIGNED)
-        self._most, self._reads_first = min(most, self.context), model.bidirectional
+        self._context, self._source = model.context, model.source_length(model.context)
+        self._reads_first = model.bidirectional
 
     def __len__(self) -> int:
         return len(self._examples.labels)
 
     def batch(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
         """Tokens, targets and document ids, each (N, context)."""
-        shape = len(indices), self.context
+        shape = len(indices), self._context
         tokens, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
         doc_ids = np.full(shape, PADDING, np.int64)
         for row, index in enumerate(indices.tolist()):
-            ids = joined(self._examples.texts[index], self._examples.eos, self._most)
+            ids = joined(self._examples.texts[index], self._examples.eos, self._source or self._context)
             tokens[row, : len(ids)] = ids
             doc_ids[row, : len(ids)] = 0
-            place = len(ids) - 1
+            place = 0 if self._reads_first else len(ids) - 1
             if self._source:
                 place = self._source
                 tokens[row, place], doc_ids[row, place] = self._examples.eos, 0
-            targets[row, 0 if self._reads_first and not self._source else place] = self._examples.labels[index]
+            targets[row, place] = self._examples.labels[index]
         return tokens, targets, doc_ids
 
 
-def length(texts: Sequence[Ids]) -> int:
-    """Ids of a row that holds the texts."""
-    return 1 + sum(len(ids) + 1 for ids in texts)
-
-
 def joined(texts: Sequence[Ids], eos: int, most: int) -> NDArray[np.int64]:
-    """eos, the first text, eos, and for two texts the second and eos, at most `most` ids: the longer text is cut."""
+    """eos and the texts with eos behind each, at most `most` ids: the longest text is cut."""
     lengths = [len(ids) for ids in texts]
     while 1 + sum(lengths) + len(lengths) > most:
         lengths[int(np.argmax(lengths))] -= 1

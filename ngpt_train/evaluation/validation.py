@@ -116,7 +116,7 @@ class Validation:
             n_targets,
             self.n_bytes,
             self.rows_hash,
-            n_hits=int(hits.sum()) if config.bidirectional and config.n_classes != 1 else None,
+            n_hits=int(hits.sum()) if config.objective == "masked" else None,
             answers=Answers(self.targets, answers, config.n_classes) if config.n_classes else None,
         )
 

@@ -201,8 +201,8 @@ class Decoder(nn.Module):
 
     def check_documents(self, doc_ids: Tensor, device: torch.device) -> None:
         """Raises ValueError if attention on `device` has no room for the documents of doc_ids `(B, T)`, on the CPU, in
-        training. Attention with dropout takes a boolean mask, which has room for any number."""
-        if self.config.attention_dropout:
+        training. Attention with dropout or in both directions takes a mask with room for any number."""
+        if self.config.attention_dropout or self.config.bidirectional:
             return
         dtype = self.compute_dtype or self.embedding.dtype
         check_documents(doc_ids, device, self.config.d_model // self.config.n_heads, dtype)
