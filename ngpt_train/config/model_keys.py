@@ -226,7 +226,7 @@ class ModelConfig:
 
     def refuses_rows_of(self, context: int) -> str | None:
         """Why a model trained on rows of model.context tokens cannot read rows of `context`; None if it can."""
-        return None
+        return "a row is an example with a label, whatever the context" if self.n_classes else None
 
     def kept_beyond_gpt(self) -> int:
         """About how many values more than a block of GPT a block keeps of each token for its backward pass."""

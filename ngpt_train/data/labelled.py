@@ -31,7 +31,9 @@ def open_labelled(config: Config, tokenizer: Tokenizer) -> Dataset:
             documents["validation" if validates else "train"].append(document)
     splits = [_examples(split, path, of_split, config, tokenizer) for split, of_split in documents.items()]
     found = canonical_hash([tokenizer.fingerprint, tokenizer.eos, data.labels, documents])
-    return Dataset(splits[0], splits[1], tokenizer, found, path, {"source": {"kind": source.kind}})
+    return Dataset(
+        splits[0], splits[1], tokenizer, found, path, {"source": {"kind": source.kind, "revision": source.revision}}
+    )
 
 
 def _examples(split: str, path: Path, documents: list[str], config: Config, tokenizer: Tokenizer) -> Examples:

@@ -217,12 +217,8 @@ class DataConfig:
                 fix = "Set data.label_field and data.labels, or model.n_classes=null"
                 yield "model.n_classes data.label_field", "there is no label to answer", fix
             if "," in self.text_field:
-                fix = "Name one, or set data.label_field"
-                yield (
-                    "data.text_field data.label_field",
-                    "a text has one field, examples with a label have several",
-                    fix,
-                )
+                problem = "a text has one field, examples with a label have several"
+                yield "data.text_field data.label_field", problem, "Name one, or set data.label_field"
             return
         wanted = len(self.labels or [""])
         if find_spec("sklearn") is None:

@@ -154,11 +154,10 @@ class ComposedConfig(PositionKeys, PowerNormConfig):
         if self.masked_head and not self.bidirectional:
             fix = "Choose objective=masked, or set model.masked_head=false"
             yield "model.masked_head model.bidirectional", "it is a head for masks", fix
-        for name in (
-            name for name in ("masked_head", "embedding_norm") if getattr(self, name) and self.norm_over_batch
-        ):
-            problem = "this norm takes statistics of the batch, and stands in blocks and at their end alone"
-            yield f"model.{name} model.norm", problem, f"Set model.{name}=false, or choose another norm"
+        for name in ("masked_head", "embedding_norm"):
+            if getattr(self, name) and self.norm_over_batch:
+                problem = "this norm takes statistics of the batch, and stands in blocks and at their end alone"
+                yield f"model.{name} model.norm", problem, f"Set model.{name}=false, or choose another norm"
         if self.separate_gains and self.norm != "rms":
             yield "model.separate_gains model.norm", "only RMSNorm's gain is separated", "Set model.norm=rms"
         outside = {self.placement_of(sublayer) for sublayer in ("attn", "mlp")} - {"pre", "peri"}

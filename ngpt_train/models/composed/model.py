@@ -127,7 +127,7 @@ def layer_scale(config: ComposedConfig) -> nn.Module:
     return nn.Identity() if config.layer_scale is None else LearnedScale(config.d_model, config.layer_scale)
 
 
-ALIGNED = 8
+ALIGNED = 8  # columns for a bias of the output, which keep the products' width a multiple of 8
 
 # Gains of norms whose output a matrix reads, and `model.separate_gains`; other gains follow a matrix.
 INPUT_GAINS = (*(f"norm_{place}.gain" for place in ("attn", "cross", "mlp", "ffn", "encoder", "final")), ".gains")
@@ -220,10 +220,9 @@ class MaskedHead(nn.Module):
         nn.init.zeros_(self.b_output)
 
     def forward(self, x: Tensor, unembedding: Tensor) -> Head:
-        """x `(B, T, d_model)`. b_output is a column of the matrix, for a 1 behind each h; 7 columns of zeros follow,
-        for products of a multiple of 8."""
+        """x `(B, T, d_model)`. b_output is a column of the matrix, for a 1 behind each h; zeros follow it."""
         h = self.norm_head(F.gelu(self.dense(x)))
-        one = torch.zeros(ALIGNED, dtype=h.dtype, device=h.device).index_fill(0, torch.tensor(0, device=h.device), 1)
+        one = F.pad(h.new_ones(1), (0, ALIGNED - 1))
         h = torch.cat([h, one.expand(*h.shape[:-1], -1)], dim=-1)
         return Head(h, torch.cat([unembedding, F.pad(self.b_output[:, None], (0, ALIGNED - 1))], dim=1))
 

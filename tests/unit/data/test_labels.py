@@ -199,6 +199,7 @@ def test_files(tmp_path: Path) -> None:
         (["train", *LABELLED, "data.streaming=true", "data=local", "data.path=x"], r"data\.streaming"),
         (["train", "model.n_classes=2"], r"data\.label_field"),
         (["train", *LABELLED, "data.labels=[]"], r"data\.labels"),
+        (["train", *FILE, *LABELLED, "data.labels=['0','1']", "eval.contexts=[64]"], r"eval\.contexts"),
         (["finetune", "task=rte"], r"run\.init_from names no trained model"),
     ],
 )
