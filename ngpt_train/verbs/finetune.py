@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ngpt_train.config.keys import AUTO
@@ -18,22 +18,23 @@ def arguments(overrides: Sequence[str]) -> list[str]:
 
     Raises ConfigError without run.init_from, DataError without a checkpoint there.
     """
-    given = [
-        value.strip() for name, _, value in (x.partition("=") for x in overrides) if name.strip() == "run.init_from"
-    ]
-    if not given:
+    given = {name.strip(): value.strip() for name, _, value in (x.partition("=") for x in overrides)}
+    if "run.init_from" not in given:
         problem = "finetune: run.init_from names no trained model"
         raise mistake(problem, "For example: ngpt-train finetune run.init_from=runs/NAME task=rte")
-    stored = read_yaml(find_checkpoint("run.init_from", given[-1].strip("'\"")) / "config.yaml")
-    return [f"model={stored.model.name}", *model_arguments(stored), *overrides]
+    stored = read_yaml(find_checkpoint("run.init_from", given["run.init_from"].strip("'\"")) / "config.yaml")
+    of_run = {"model": stored.model.name, **model_arguments(stored)}
+    return [*(f"{name}={value}" for name, value in of_run.items() if name not in given), *overrides]
 
 
-def model_arguments(stored: Config) -> Iterator[str]:
-    """model.* of a run as arguments, without tables and without what another head changes."""
+def model_arguments(stored: Config) -> dict[str, str]:
+    """model.* of a run as arguments, by key, without tables and without what another head changes."""
     keys = schema_keys(type(stored.model))
-    for name, value in flatten({"model": to_dict(stored)["model"]}, keys):
-        if name not in ("model.name", "model.n_classes") and not keys[name].is_table and value != AUTO:
-            yield f"{name}={_written(value)}"
+    return {
+        name: _written(value)
+        for name, value in flatten({"model": to_dict(stored)["model"]}, keys)
+        if name not in ("model.name", "model.n_classes") and not keys[name].is_table and value != AUTO
+    }
 
 
 def _written(value: Any) -> str:

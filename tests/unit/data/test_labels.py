@@ -131,7 +131,14 @@ def test_fine_tuning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     task = [
         *("finetune", f"run.init_from={tmp_path}/runs/first", "data=local", f"data.path={tmp_path}/task.jsonl"),
         *(*LABELLED, "data.labels=['false','true']", "data.val_fraction=0.2", "eval.rows=1000", "eval.every=20"),
-        *("train.steps=40", "train.batch_rows=16", "optim.lr=2e-2", f"run.root={tmp_path}/runs", "run.name=second"),
+        *(
+            "train.steps=40",
+            "train.batch_rows=16",
+            "optim.lr=2e-2",
+            "model.context=40",
+            f"run.root={tmp_path}/runs",
+            "run.name=second",
+        ),
         *(f"data.cache={tmp_path}/cache", "logging.wandb.mode=disabled"),
     ]
     assert main([*task, "train.stop_at=20"]) == main(task) == 0
