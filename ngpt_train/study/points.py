@@ -32,6 +32,7 @@ DIVERGED = 4  # exit code
 _OUT_OF_MEMORY = "DeviceMemoryError"
 _LONGEST = 180  # characters of a directory's name; a run's name may have 200
 _MANY_STEPS = 1_000_000_000
+_OF_A_STEP = ("train.batch_rows", "train.batch_tokens", "model.context")  # keys that decide the tokens of a step
 _LEFT_BY_A_KILLED_START = ("lock", f".{FILE}.partial")
 # Keys that a resume may change. In a study they make another run, or another validation.
 _COUNT_TOO = (
@@ -100,7 +101,7 @@ class Runs:
         return merged(
             [f"logging.wandb.group={study.name}", f"logging.wandb.tags=[{words}]"],
             self._of_arm(point.arm),
-            [f"train.steps={self.steps(point.arm, point.budget)}"],
+            [f"train.steps={self.steps_of(point)}"],
             [f"{key}={show(value)}" for key, value in point.values],
             [f"run.seed={point.seed}", f"run.root={study.runs}", f"run.name={point.directory}"],
         )
@@ -185,10 +186,16 @@ class Runs:
             return False
         return True
 
-    def _steps(self, arm: str, budget: int) -> int:
-        """Steps of `budget` tokens, rounded to whole steps."""
+    def steps_of(self, point: Point) -> int:
+        """The steps of a point, whose tuned batch has as many tokens in all as any other."""
+        of_a_step = tuple((key, value) for key, value in point.values if key in _OF_A_STEP)
+        return self.steps(point.arm, point.budget, of_a_step)
+
+    def _steps(self, arm: str, budget: int, of_a_step: tuple[tuple[str, Value], ...] = ()) -> int:
+        """Steps of `budget` tokens, rounded. of_a_step: tuned values that decide the tokens of a step."""
         # No warmup is too long for this many steps. `config` checks it against the real number.
-        config = self._composed([*self._of_arm(arm), f"train.steps={_MANY_STEPS}"])
+        chosen = [f"train.steps={_MANY_STEPS}", *(f"{key}={show(value)}" for key, value in of_a_step)]
+        config = self._composed(merged(self._of_arm(arm), chosen))
         tokens = config.train.rows_per_step * config.model.context
         steps = round(budget / tokens)
         if steps < 1:
@@ -205,7 +212,7 @@ class Runs:
     def result(self, point: Point, run: Path | None = None) -> Result:
         """The result of a point, from its run directory or the record of its crashes. run: the directory of an equal
         run. Raises DataError for a damaged file."""
-        run, steps = run or self.directory(point), self.steps(point.arm, point.budget)
+        run, steps = run or self.directory(point), self.steps_of(point)
         has_begun = (run / "config.yaml").is_file()
         end = read_end(run) if has_begun else None
         if end is not None and (failure := _failure(end)):

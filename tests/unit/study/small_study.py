@@ -36,7 +36,7 @@ def study_of(directory: Path, *arguments: str, text: str = YAML) -> Study:
 
 def leave(runs: Runs, point: Point, end: Mapping[str, Any] | None, loss: float = 3.0, config: Any = None) -> None:
     """Writes config.yaml of a point's run; with `end` also exit.json and the last validation."""
-    run, steps = runs.directory(point), runs.steps(point.arm, point.budget)
+    run, steps = runs.directory(point), runs.steps_of(point)
     run.mkdir(parents=True, exist_ok=True)
     config = config or runs.config(point)
     if config.tokenizer.kind == "bytes":  # the run has found out

@@ -14,8 +14,8 @@ from ngpt_train.config.arguments import arguments_of
 from ngpt_train.config.yaml_files import Files
 from ngpt_train.core.errors import DataError
 from ngpt_train.study.definition import Study, read_stored, read_study, write_study
-from ngpt_train.study.points import Point, Runs, check_stored
-from tests.unit.study.small_study import YAML, options, study_of
+from ngpt_train.study.points import DONE, Point, Runs, check_stored
+from tests.unit.study.small_study import YAML, leave, options, study_of
 
 PACKAGED = [name for name in Files().options["study"] if name != "null"]
 
@@ -40,6 +40,19 @@ def test_budgets_are_whole_steps_of_the_arms_own_batch(tmp_path: Path) -> None:
     assert (runs.steps("gpt", 20000), runs.steps("ngpt", 20000)) == (39, 10)  # of 8 x 64 and 32 x 64 tokens
     config = runs.config(runs.first_point("gpt", 20000))
     assert (config.train.steps, config.schedule.warmup_steps, config.optim.lr) == (39, 3, 8e-3)
+
+
+def test_a_tuned_batch_or_context_changes_the_steps_and_not_the_tokens(tmp_path: Path) -> None:
+    """Caught: a run with twice the batch that sees twice the tokens of its budget; one whose end is not recognised."""
+    text = f"{YAML}tune: {{train.batch_rows: [8, 4, 32], model.context: [64, 32]}}\n"
+    runs = Runs(study_of(tmp_path, "study.budgets=[20480]", text=text))
+    first = runs.first_point("gpt", 20480)
+    for rows, context, steps in [(8, 64, 40), (4, 64, 80), (32, 64, 10), (32, 32, 20)]:
+        point = replace(first, values=(("model.context", context), first.values[1], ("train.batch_rows", rows)))
+        config = runs.config(point)
+        assert config.train.steps * config.train.rows_per_step * config.model.context == 20480
+        leave(runs, point, {"step": steps})
+        assert runs.result(point).state == DONE
 
 
 def test_a_runs_arguments_and_directory(tmp_path: Path) -> None:
