@@ -192,7 +192,7 @@ class ModelConfig:
 
     def refuses_text(self) -> str | None:
         """Why the model continues no text; None if it does."""
-        what = {"label": "answers labels", "masked": "fills in masks"}.get(self.objective)
+        what = {"label": "answers labels", "masked": "fills in masks", "translation": "translates"}.get(self.objective)
         return what and f"the model {what}, and continues no text"
 
     def predicted(self, context: int) -> int:

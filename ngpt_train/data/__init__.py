@@ -22,6 +22,7 @@ from ngpt_train.data.labelled import open_labelled
 from ngpt_train.data.loader import (
     ENDLESS,
     MaskedReader,
+    PairReader,
     Position,
     PreparedReader,
     Reader,
@@ -34,6 +35,7 @@ from ngpt_train.data.loader import (
 )
 from ngpt_train.data.masks import masks_of
 from ngpt_train.data.mixed import Mixed, MixtureReader, Turns, open_mixture
+from ngpt_train.data.pairs import Pairs, open_pairs
 from ngpt_train.data.prepared_text import prepare_dataset
 from ngpt_train.data.rows import Batch, Cursor, Rows, chosen_rows, rows_of, same_text
 from ngpt_train.data.sources import open_source
@@ -91,6 +93,8 @@ def open_dataset(
         raise ConfigError(f"data.label_field={data.label_field}, model.n_classes={config.model.n_classes}\n  {fix}")
     if data.label_field is not None:
         return open_labelled(config, tokenizer or load_tokenizer(config.tokenizer))
+    if data.translation_field is not None:
+        return open_pairs(config, tokenizer)
     if data.val_fraction == 1:
         check_whole(config)
     if data.kind == "mixture":
@@ -185,6 +189,8 @@ def _reader_of_source(
     on_wait: OnWait,
 ) -> Reader:
     """The rows `numbers` of one source. prefix: of its cursors in `state`; given: `Start.rows`."""
+    if isinstance(data.train, Pairs):
+        return PairReader(data.train, config, share.world_size)
     if isinstance(data.train, Tokens):
         return PreparedReader(rows_of(data.train, config), config.run.seed)
     assert not isinstance(data.train, Mixed)

@@ -6,29 +6,24 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ngpt_train.config.schema import Config
+from ngpt_train.config.schema import Config, DataConfig
 from ngpt_train.core.constants import IGNORED, MILLION
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.cache_files import canonical_hash
 from ngpt_train.data.dataset import Dataset, Examples, path_of
 from ngpt_train.data.sources import open_source
-from ngpt_train.data.sources.source import Shard, place_of
+from ngpt_train.data.sources.source import Shard, Source, place_of
 from ngpt_train.data.tokenizers.tokenizer import Ids, Tokenizer
 
 
 def open_labelled(config: Config, tokenizer: Tokenizer) -> Dataset:
     """Both splits of examples. Raises DataError for a faulty text or label, and for a split without examples."""
     data, path = config.data, path_of(config)
-    source = open_source(data)
-    documents: dict[str, list[str]] = {"train": [], "validation": []}
-    held_out = {str(file) for file in source.val_files} | {s.name for s in source.shards if s.held_out}
-    for shard in source.shards or [Shard(str(file), "", (str(file),)) for file in [*source.files, *source.val_files]]:
-        for document in source.documents_of(shard):
-            validates = shard.name in held_out if held_out else place_of(document.encode()) < data.val_fraction
-            documents["validation" if validates else "train"].append(document)
+    source, documents = documents_by_split(data)
     splits = [_examples(split, path, of_split, config, tokenizer) for split, of_split in documents.items()]
     found = canonical_hash([tokenizer.fingerprint, tokenizer.eos, data.labels, documents])
     return Dataset(
@@ -36,11 +31,22 @@ def open_labelled(config: Config, tokenizer: Tokenizer) -> Dataset:
     )
 
 
-def _examples(split: str, path: Path, documents: list[str], config: Config, tokenizer: Tokenizer) -> Examples:
+def documents_by_split(data: DataConfig) -> tuple[Source, dict[str, list[list[Any]]]]:
+    """The fields of each example, by split, in the order of the files. Raises DataError."""
+    source = open_source(data)
+    documents: dict[str, list[list[Any]]] = {"train": [], "validation": []}
+    held_out = {str(file) for file in source.val_files} | {s.name for s in source.shards if s.held_out}
+    for shard in source.shards or [Shard(str(file), "", (str(file),)) for file in [*source.files, *source.val_files]]:
+        for document in source.documents_of(shard):
+            validates = shard.name in held_out if held_out else place_of(document.encode()) < data.val_fraction
+            documents["validation" if validates else "train"].append(json.loads(document))
+    return source, documents
+
+
+def _examples(split: str, path: Path, documents: list[list[Any]], config: Config, tokenizer: Tokenizer) -> Examples:
     texts: list[list[Ids]] = []
     labels: list[int] = []
-    for document in documents:
-        *fields, label = json.loads(document)
+    for *fields, label in documents:
         texts.append([tokenizer.encode(text) for text in fields])
         labels.append(label_of(label, config.data.labels, path))
     if not texts:

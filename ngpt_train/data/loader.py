@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ngpt_train.core.errors import DataError
+from ngpt_train.config.schema import Config
+from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.masks import Masks
+from ngpt_train.data.pairs import MULTIPLE, WINDOW, PairRows, Pairs, Window, rows_multiple, window_of
 from ngpt_train.data.permutation import GOLDEN, mix, shuffled
 from ngpt_train.data.rows import Batch, Rows
 
@@ -49,6 +51,10 @@ class Reader:
     def take(self, numbers: NDArray[np.int64]) -> Batch:
         """The next rows of this rank. numbers: their numbers in the source, (N,)."""
         raise NotImplementedError
+
+    def size_of_step(self, rows: int, batch_rows: int) -> int:
+        """The rows of all ranks in the step after `rows` rows; batch_rows: train.batch_rows."""
+        return batch_rows
 
     def cursors(self) -> dict[str, NDArray[np.int64]]:
         """The cursor of each stream after the rows taken so far, (n_streams, width). -1 for streams of other ranks."""
@@ -99,6 +105,36 @@ class MaskedReader(Reader):
 
     def close(self) -> None:
         self.reader.close()
+
+
+class PairReader(Reader):
+    """The training rows of pairs."""
+
+    def __init__(self, pairs: Pairs, config: Config, world_size: int) -> None:
+        """Raises ConfigError if ranks cannot share every batch evenly."""
+        rows = config.train.rows_per_step
+        self._rows, self._batch_rows, self._seed = PairRows(pairs), rows, config.run.seed
+        self._most_tokens = rows * config.model.context
+        if rows_multiple(rows) % world_size:
+            raise ConfigError(
+                f"train.batch_rows={rows}: batches of pairs have multiples of {rows_multiple(rows)} rows, which "
+                f"{world_size} ranks cannot share evenly\n  Use 1, 2, 4 or 8 ranks, and a multiple of {MULTIPLE} rows"
+            )
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019 - a run has one reader
+    def _window(self, number: int) -> Window:
+        return window_of(self._rows.pairs.lengths, number, self._batch_rows, self._most_tokens, self._seed)
+
+    def size_of_step(self, rows: int, batch_rows: int) -> int:
+        """The rows of the batch after `rows` rows."""
+        window, offset = self._window(rows // WINDOW), rows % WINDOW
+        return int(window.ends[window.batch_at(offset)]) - offset
+
+    def take(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+        """This rank's rows of a batch."""
+        window, offsets = self._window(int(numbers[0]) // WINDOW), numbers % WINDOW
+        half = int(window.halves[window.batch_at(int(offsets[0]))])
+        return self._rows.batch(window.indices[offsets], half)
 
 
 class Position(NamedTuple):
@@ -164,7 +200,8 @@ def stored_integers(state: Mapping[str, Any] | None, name: str, streams: int, wi
 class TrainLoader(Iterator[tuple[list[Batch], Position]]):
     """Endless steps, each as `(micro_batches, position)`: this rank's rows of the global batch and the position after.
 
-    Step s has the rows s * batch_rows to (s + 1) * batch_rows - 1 of the run. Rank r of R takes the rows r modulo R.
+    Step s has the rows s * batch_rows to (s + 1) * batch_rows - 1 of the run; of pairs as many as `size_of_step` says.
+    Rank r of R takes the rows r modulo R.
     A micro batch is a tuple of int64 arrays (micro_rows, context): tokens, targets, and document ids if the model needs
     them.
     """
@@ -181,17 +218,17 @@ class TrainLoader(Iterator[tuple[list[Batch], Position]]):
         """state: the position of a checkpoint (`merged`)."""
         assert batch_rows % (world_size * micro_rows) == 0
         self._reader, self._share = reader, Share(rank, world_size)
-        self._batch_rows, self._micro_rows = batch_rows, micro_rows
+        self._batch_rows, self._n_micro = batch_rows, batch_rows // (world_size * micro_rows)
         self._rows = 0 if state is None else int(state["rows"])
         self._hash = 0 if state is None or rank else int(state["data_hash"], 16)
 
     def __next__(self) -> tuple[list[Batch], Position]:
         first = self._share.next_row(self._rows, self._share.world_size)
-        self._rows += self._batch_rows
+        self._rows += self._reader.size_of_step(self._rows, self._batch_rows)
         numbers = np.arange(first, self._rows, self._share.world_size)
         batch = self._reader.take(numbers)
         self._hash = (self._hash + hash_of_rows(numbers, batch)) % 2**64
-        parts = [np.split(np.ascontiguousarray(part), len(part) // self._micro_rows) for part in batch]
+        parts = [np.array_split(np.ascontiguousarray(part), self._n_micro) for part in batch]
         reader = self._reader
         position = Position(self._rows, self._hash, reader.cursors(), reader.skipped(), reader.rows_by_source())
         return list(zip(*parts, strict=True)), position

@@ -27,6 +27,7 @@ from ngpt_train.data.best_fit import best_fit
 from ngpt_train.data.dataset import Dataset, Examples, Tokens
 from ngpt_train.data.label_rows import LabelRows
 from ngpt_train.data.masks import Masks, masks_of
+from ngpt_train.data.pairs import PairRows, Pairs
 from ngpt_train.data.permutation import permuted
 from ngpt_train.data.tokenizers.tokenizer import Ids, Tokenizer
 
@@ -112,6 +113,8 @@ def rows_of(tokens: Tokens, config: Config) -> Rows:
     """The rows of a split for the config's model. Raises DataError if there are none."""
     if isinstance(tokens, Examples):
         return LabelRows(tokens, config)
+    if isinstance(tokens, Pairs):
+        return PairRows(tokens)
     return _rows_of(tokens, row_format(config, tokens.eos))
 
 

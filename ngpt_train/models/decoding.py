@@ -230,7 +230,7 @@ class CachedEncoderDecoder(Cached):
         source, valid = (torch.stack(x) for x in zip(*(source_of(p, S) for p in self.prompts), strict=True))  # (B, S)
         places = torch.arange(S, device=source.device)
         model, self.memory_mask = self.model, valid[:, None, None]
-        h = model.first_hidden_state(source, model.source_embedding, places)
+        h = model.first_hidden_state(source, model.source_table, places)
         rope = model.rope(source, torch.promote_types(self.dtype, torch.float32))
         self.memory = model.encode(h, rope, self.memory_mask, valid)
         self.source_slots.of_tokens, self.source_slots.n_seen = None, S

@@ -1,7 +1,8 @@
 """The skeleton of every encoder-decoder: encoder, decoder with cross-attention to its output, head, loss.
 
-The first `source_context` tokens of a row are the source, which the encoder reads; the others are the decoder's. A
-doc_id below 0 marks a token as padding, in the source or after it; no other token attends to padding.
+The first `source_context` tokens of a row are the source, which the encoder reads; the others are the decoder's. Of a
+model that translates the source is the first half of a row. A doc_id below 0 marks a token as padding, in the source or
+after it; no other token attends to padding.
 """
 
 from collections.abc import Iterable
@@ -21,10 +22,16 @@ class EncoderDecoder(Decoder):
 
     def __init__(self, config: EncoderDecoderKeys, encoder: Iterable[nn.Module], decoder: Iterable[nn.Module]) -> None:
         super().__init__(config, decoder)
-        self.source_context = config.source_length(config.context)
-        self.source_embedding = nn.Parameter(torch.empty_like(self.embedding))
+        own = None if config.shared_source else nn.Parameter(torch.empty_like(self.embedding))
+        self.source_context, self.translates = config.source_length(config.context), config.translates
+        self.source_embedding = own
         self.encoder = nn.ModuleList(encoder)
         number_places(self.encoder)
+
+    @property
+    def source_table(self) -> Tensor:
+        """The encoder's input embedding `(V, d_model)`."""
+        return self.embedding if self.source_embedding is None else self.source_embedding
 
     def blocks(self) -> list[nn.Module]:
         return [*self.encoder, *self.layers]
@@ -65,7 +72,7 @@ class EncoderDecoder(Decoder):
         of Decoder.forward. Raises ValueError for rows of S tokens or fewer, too.
         """
         of_source, of_encoder, of_embedding, of_decoder = seeds_of_parts(self.seeds_in_use(seeds), 4)
-        S = self.source_context
+        S = tokens.shape[1] // 2 if self.translates else self.source_context
         if tokens.shape[1] <= S:
             raise ValueError(f"a row of {tokens.shape[1]} tokens: the first {S} are the source, none is left to decode")
         dtype = self.compute_dtype or self.embedding.dtype
@@ -79,7 +86,7 @@ class EncoderDecoder(Decoder):
 
         source_positions, positions = (torch.arange(part.shape[1], device=part.device) for part in (source, tokens))
         with seeded(of_source):
-            h = self.first_hidden_state(source, self.source_embedding, source_positions)  # (B, S, d_model)
+            h = self.first_hidden_state(source, self.source_table, source_positions)  # (B, S, d_model)
         with seeded(of_encoder):
             memory = self.encode(h, self.rope(source, angles_dtype), source_mask, source_valid)
         with seeded(of_embedding):

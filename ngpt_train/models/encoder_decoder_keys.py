@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class EncoderDecoderKeys(ModelConfig):
-    """Keys of an encoder-decoder besides a decoder's. It learns to continue the beginning of a document."""
+    """Keys of an encoder-decoder besides a decoder's. It continues the beginning of a document, or translates."""
 
     n_encoder_layers: Union[int, None] = key(
         None, "Number of encoder blocks; null is n_layers, the decoder's.", minimum=1, maximum=100_000
@@ -23,13 +23,20 @@ class EncoderDecoderKeys(ModelConfig):
     source_context: Union[int, None] = key(
         None, "Tokens of a row, of its model.context, for the encoder; null is two thirds.", minimum=1
     )
+    translates: bool = key(False, "Half of a row, however wide it is, is the source. data.translation_field sets it.")
+    shared_source: bool = key(
+        False, "The encoder reads with the decoder's input embedding; with tied_embeddings all three are one matrix."
+    )
 
     @property
     def objective(self) -> str:
-        return "label" if self.n_classes else "prefix_continuation"
+        return "label" if self.n_classes else "translation" if self.translates else "prefix_continuation"
 
     def source_length(self, context: int) -> int:
-        """Tokens of a row of `context` tokens that the encoder reads: source_context or, where it is null, 2/3."""
+        """Tokens of a row of `context` tokens that the encoder reads: half of it if it translates, else source_context
+        or, where it is null, 2/3."""
+        if self.translates:
+            return context // 2
         return self.source_context or max(1, 2 * context // 3)
 
     def resolve(self, config: Config) -> None:
@@ -42,6 +49,9 @@ class EncoderDecoderKeys(ModelConfig):
         if self.source_length(self.context) >= self.context:
             problem = "the source takes the whole row, nothing is left to decode"
             yield "model.source_context model.context", problem, f"Set model.source_context below {self.context}"
+        if self.translates and (self.context % 2 or self.n_classes):
+            problem = "a row is a source and its translation, each in half of it"
+            yield "data.translation_field model.context", problem, "Set model.context to an even number"
         if self.bidirectional:
             problem = "an encoder-decoder reads both ways in its encoder, and its decoder cannot"
             yield "model.bidirectional model.name", problem, "Leave model.bidirectional out, or choose a decoder"

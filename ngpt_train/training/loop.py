@@ -216,7 +216,7 @@ def take_step(run: TrainingRun) -> bool:
     run.observer, run.saving = None, False
     run.at("before_step")
     # The numbers of this rank's rows, as data/loader.py deals them.
-    rows = torch.arange(state.world.rank, state.config.train.rows_per_step, state.world.size)
+    rows = state.world.rank + state.world.size * torch.arange(sum(len(batch[0]) for batch in micro_batches))
     with explain_out_of_memory(state.micro_rows), run.during(STEP, run.step + 1):
         untouched = run.result is not None  # before the first step, the weights may have been loaded
         run.result = train_step(state, micro_batches, untouched=untouched, rows=rows, observer=run.observer or NOBODY)

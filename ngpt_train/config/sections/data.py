@@ -66,9 +66,9 @@ class DataConfig:
     objective: str = key(
         AUTO,
         "next_token: predict each token of a stretch of text; prefix_continuation: read the beginning of a document, "
-        "predict what follows; masked: predict hidden tokens; label: answer a label. auto is what the model is made "
-        "for.",
-        choices=(AUTO, "next_token", "prefix_continuation", "masked", "label"),
+        "predict what follows; masked: predict hidden tokens; label: answer a label; translation: translate. auto is "
+        "what the model is made for.",
+        choices=(AUTO, "next_token", "prefix_continuation", "masked", "label", "translation"),
     )
     mask_keep: float = key(0.1, "masked: share of the predicted tokens that the model reads.", minimum=0, maximum=1)
     mask_random: float = key(
@@ -82,6 +82,9 @@ class DataConfig:
     )
     label_field: Union[str, None] = key(
         None, "Field or column with the label of an example: the model learns to answer it (docs/objectives.md)."
+    )
+    translation_field: Union[str, None] = key(
+        None, "Field or column with the translation of data.text_field, which an encoder-decoder learns to write."
     )
     task: Union[str, None] = key(None, "Name of the task, for the names of its runs.")
     labels: Union[list[str], None] = key(
@@ -169,7 +172,7 @@ class DataConfig:
     @property
     def read_field(self) -> str:
         """What a reader reads of a record (sources/readers.py: document_of)."""
-        return self.text_field if self.label_field is None else f"{self.text_field},{self.label_field}"
+        return ",".join(filter(None, [self.text_field, self.label_field or self.translation_field]))
 
     @property
     def own_ids(self) -> int:
@@ -201,12 +204,27 @@ class DataConfig:
         if self.objective != model.objective:
             fix = f"Set data.objective={model.objective}, or choose another model"
             yield "data.objective model.name", "the model is not made for this objective", fix
-        if self.objective in ("prefix_continuation", "label"):
+        if self.objective in ("prefix_continuation", "label", "translation"):
             for name, differs in {"data.pack": self.pack != "concat", "data.document_mask": self.document_mask}.items():
                 if differs:
                     yield f"{name} data.objective", "a row is one document or example", f"Leave {name} out"
         yield from self._mask_conflicts()
         yield from self._label_conflicts(model)
+        yield from self._translation_conflicts(model)
+
+    def _translation_conflicts(self, model: ModelConfig) -> Iterator[Conflict]:
+        if (self.translation_field is not None) != (model.objective == "translation"):
+            problem = "an encoder-decoder translates, and it needs pairs of a text and its translation"
+            fix = "Choose model=composed_encoder_decoder data=pairs, or set data.translation_field=null"
+            yield "data.translation_field model.name", problem, fix
+        if self.translation_field is None:
+            return
+        if self.label_field is not None:
+            fix = "Set one of them to null"
+            yield "data.translation_field data.label_field", "an example has a label or a translation", fix
+        if self.streamed or self.kind in ("mixture", "tokens", "embedded"):
+            fix = "Choose data=pairs, or data=hf with data.streaming=false"
+            yield "data.translation_field data.kind data.streaming", "pairs are read whole, from files or the hub", fix
 
     def _label_conflicts(self, model: ModelConfig) -> Iterator[Conflict]:
         """Keys of labels without a label, and what examples cannot be."""

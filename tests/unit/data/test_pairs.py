@@ -1,0 +1,178 @@
+"""Pairs of a text and its translation: batches of like length, the same on any number of ranks, and their padding."""
+
+import json
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ngpt_train.config import ConfigError, load_config
+from ngpt_train.config.schema import Config
+from ngpt_train.core.constants import IGNORED, PADDING
+from ngpt_train.core.errors import DataError
+from ngpt_train.data import TrainLoader, merged, open_dataset, reader_of
+from ngpt_train.data.pairs import WINDOW, PairRows, Pairs, open_pairs, rows_multiple, window_of
+from ngpt_train.models import build_model
+
+OVER_BATCH = ("batch", "pn_v", "pn")
+WORDS = ["the", "model", "reads", "a", "row", "of", "tokens", "and", "writes", "another", "language"]
+
+
+def texts(n: int, seed: int = 0) -> list[dict[str, str]]:
+    draw = random.Random(seed)
+    return [
+        {
+            "source": " ".join(draw.choices(WORDS, k=draw.randint(1, 12))),
+            "target": f"{k} " + "un mot " * draw.randint(1, 4),
+        }
+        for k in range(n)
+    ]
+
+
+def config_of(directory: Path, *arguments: str, n: int = 500) -> Config:
+    path = directory / "pairs.jsonl"
+    if not path.exists():
+        path.write_text("".join(json.dumps(pair) + "\n" for pair in texts(n)))
+    given = ["model=composed_encoder_decoder", "scale=debug", "data=pairs", f"data.path={path}", "tokenizer=bytes"]
+    given += [f"data.cache={directory / 'cache'}", "model.context=192", "train.batch_rows=16", *arguments]
+    return load_config([f"{key}={value}" for key, value in dict(word.split("=", 1) for word in given).items()])
+
+
+@pytest.mark.parametrize(("batch_rows", "multiple"), [(16, 8), (12, 4), (3, 1)])
+def test_a_window_is_cut_into_batches_of_like_length(batch_rows: int, multiple: int) -> None:
+    """Caught: a pair that is lost or comes twice; a batch with too many tokens, rows that ranks cannot share, or pairs
+    of unlike length; batches in the order of their lengths; a window that is the same for another number or seed."""
+    draw = random.Random(0)
+    lengths = np.array([draw.randint(2, 96) for _ in range(3000)])
+    window = window_of(lengths, 1, batch_rows, batch_rows * 192, seed=3)
+    assert rows_multiple(batch_rows) == multiple
+    assert len(window.indices) == window.ends[-1] == WINDOW
+    counts = np.bincount(window.indices, minlength=3000)  # two whole epochs and parts of two
+    assert (counts.min(), counts.max()) == (2, 4)
+    sizes = np.diff(window.ends, prepend=0)
+    assert (sizes % multiple == 0).all()
+    assert (2 * sizes * window.halves <= batch_rows * 192).all()
+    parts = np.split(window.indices, window.ends[:-1])
+    assert [lengths[part].max() for part in parts] == window.halves.tolist()
+    padding = 1 - sum(lengths[part].sum() for part in parts) / (sizes * window.halves).sum()
+    assert padding < 0.02
+    assert 0.3 < (np.diff(window.halves) > 0).mean() < 0.7
+    for other in (
+        window_of(lengths, 2, batch_rows, batch_rows * 192, 3),
+        window_of(lengths, 1, batch_rows, batch_rows * 192, 4),
+    ):
+        assert (other.indices != window.indices).mean() > 0.9
+
+
+def test_batches_are_the_same_on_any_ranks_and_after_a_resume(tmp_path: Path) -> None:
+    """Caught: rows, widths or a data_hash that depend on the ranks; a resume that begins another batch; micro batches
+    that are not the rank's rows; a batch above train.batch_tokens."""
+    config = config_of(tmp_path)
+    data = open_dataset(config)
+
+    def steps(world_size: int, n: int, micro_rows: int = 2, state: dict[str, Any] | None = None) -> list[Any]:
+        loaders = [
+            TrainLoader(reader_of(data, config, rank, world_size, state), 16, micro_rows, rank, world_size, state)
+            for rank in range(world_size)
+        ]
+        found = []
+        for _ in range(n):
+            ranks = [next(loader) for loader in loaders]
+            assert {len(micro) for micro, _ in ranks} == {16 // (world_size * micro_rows)}
+            rows = [np.concatenate([batch[part] for batch in micro]) for micro, _ in ranks for part in range(3)]
+            tokens = np.stack(rows[::3], axis=1).reshape(-1, rows[0].shape[1])  # row k is on rank k modulo R
+            found.append((tokens.tolist(), merged([position for _, position in ranks])))
+        return found
+
+    alone = steps(1, 40)
+    for tokens, _ in alone:
+        assert len(tokens) * len(tokens[0]) <= 16 * 192
+    assert len({len(tokens) for tokens, _ in alone}) > 3
+    assert steps(4, 40) == steps(8, 40, micro_rows=1) == steps(1, 40, micro_rows=16) == alone
+    assert steps(2, 15, state=alone[24][1]) == alone[25:]
+    with pytest.raises(ConfigError, match=r"train\.batch_rows=16: .* multiples of 8 rows, which 3 ranks"):
+        reader_of(data, config, 0, 3)
+
+
+def test_a_row_has_two_halves(tmp_path: Path) -> None:
+    """Caught: a decoder that does not begin with eos, a target that is not the next token or is missing, padding that
+    counts."""
+    pairs = Pairs("train", tmp_path, 9, [np.array([1, 2, 3])], [np.array([4, 5])])
+    tokens, targets, doc_ids = (part[0].tolist() for part in PairRows(pairs).batch(np.array([0]), half=5))
+    assert tokens == [1, 2, 3, 9, 0, 9, 4, 5, 0, 0]
+    assert targets == [IGNORED] * 5 + [4, 5, 9] + [IGNORED] * 2
+    assert doc_ids == [0] * 4 + [PADDING] + [0] * 3 + [PADDING] * 2
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer", "batch", "pn_v", "pn"])
+@torch.no_grad()
+def test_padding_changes_nothing(norm: str, tmp_path: Path) -> None:
+    """Caught: a source that is cut at a fixed place; padding that is attended to, counts in the loss, or enters a
+    statistic or gradient of a norm over the batch."""
+    config = config_of(
+        tmp_path, "model.vocab_size=257", f"model.norm={norm}", *["model.psi_warmup_steps=0"] * (norm == "pn")
+    )
+    data = open_dataset(config)
+    rows = PairRows(data.train)  # type: ignore[arg-type]
+    model = build_model(config.model).double().train()
+    found = []
+    for half in (None, 96):
+        copy = build_model(config.model).double().train()
+        copy.load_state_dict(model.state_dict())
+        batch = [torch.from_numpy(part) for part in rows.batch(np.arange(24), half)]
+        with torch.enable_grad():
+            loss = copy(*batch).total
+            loss.backward()
+        state = {name: value.clone() for name, value in copy.statistics().items()} if norm in OVER_BATCH else {}
+        found.append((loss, {n: p.grad for n, p in copy.named_parameters()}, state))
+    (loss, gradients, state), (padded, of_padded, padded_state) = found
+    assert torch.allclose(loss, padded, rtol=1e-12)
+    assert gradients.keys() == of_padded.keys()
+    for name, gradient in gradients.items():
+        assert torch.allclose(gradient, of_padded[name], rtol=1e-9, atol=1e-12), name  # type: ignore[arg-type]
+    for name, value in state.items():
+        assert torch.allclose(value, padded_state[name], rtol=1e-12), name
+    assert bool(state) == (norm in OVER_BATCH)
+
+
+def test_one_matrix_for_all_three(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "model.shared_source=true", "model.tied_embeddings=true", "model.vocab_size=300")
+    model = build_model(config.model)
+    assert [name for name, p in model.named_parameters() if 300 in p.shape] == ["embedding"]
+
+
+def test_texts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Caught: an empty side; a pair that is cut; a tokenizer of one side; columns of a tsv; a split without pairs."""
+    lines = ["a b\tune phrase", "\tvide", f"{'x' * 200}\tlongue"] + [f"w{k} two\tmot {k}" for k in range(60)]
+    (tmp_path / "t.tsv").write_text("".join(f"{line}\n" for line in lines))
+    of = ["data.text_field=1", "data.translation_field=2", f"data.path={tmp_path / 't.tsv'}", "data.val_fraction=0.2"]
+    with caplog.at_level(logging.INFO):
+        data = open_dataset(config_of(tmp_path, *of))
+    assert len(data.train.sources) + len(data.validation.sources) == 61  # type: ignore[union-attr, attr-defined]
+    assert sum("left out: a side is empty or longer" in m for m in caplog.messages) in (1, 2)
+    trained = config_of(tmp_path, *of, "tokenizer=sentencepiece", "tokenizer.vocab_size=300")
+    first, again = open_pairs(trained, None), open_pairs(trained, None)
+    assert first.fingerprint == again.fingerprint
+    assert first.tokenizer.decode(first.tokenizer.encode("phrase two mot")) == "phrase two mot"
+    with pytest.raises(DataError, match="no pair of the train"):
+        open_dataset(config_of(tmp_path, *of, "model.context=4"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["model=gpt"], ["data.translation_field", "model.name"]),
+        (["data.translation_field=other"], ["no field 'other'", "source"]),
+        (["data.streaming=true"], ["data.translation_field", "data.streaming"]),
+        (["model.context=191"], ["model.context", "even"]),
+        (["logging.sample_prompt=x"], ["logging.sample_prompt", "translates"]),
+    ],
+)
+def test_mistakes(arguments: list[str], names: list[str], tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, DataError)) as error:
+        open_dataset(config_of(tmp_path, *arguments))
+    assert all(name in str(error.value) for name in names), str(error.value)
