@@ -177,6 +177,14 @@ class Cached(Recomputed):
             h = self.stack(self.embed(tokens, positions), rope, visible[:, None, None])
         return self.logits(h[torch.tensor(rows, device=device), 0])
 
+    def reorder(self, parents: Sequence[int]) -> None:
+        """From now on row r goes on as row parents[r] would have; the prompts of both are the same."""
+        self.new, self.n_kept = [list(self.new[p]) for p in parents], [self.n_kept[p] for p in parents]
+        for _, cache in self.caches:
+            assert cache.k is not None
+            assert cache.v is not None
+            cache.k, cache.v = cache.k[list(parents)], cache.v[list(parents)]
+
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """The first hidden state `(B, T, d_model)` of tokens `(B, T)` at positions `(T,)` or `(B, T)`."""
         h = self.model.embed(tokens, self.model.embedding)

@@ -1,0 +1,99 @@
+"""Beam search: the likeliest translations, by log-probability over a power of the length.
+
+The score of a hypothesis of n tokens, eos included, is sum log p / n^length_penalty. Each step looks at the 2 K likeliest
+continuations of the K running hypotheses of a text. Those that end with eos and are among the first K are kept, the K
+best ones so far; the K likeliest others run on. A text is done when no running hypothesis, ended now, would beat the
+worst of K kept ones. These are the rules of `transformers` (early_stopping=False).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ngpt_train.models.decoding import CachedEncoderDecoder
+from ngpt_train.models.encoder_decoder import EncoderDecoder
+
+
+class Hypothesis(NamedTuple):
+    score: float
+    ids: list[int]  # without eos
+
+
+@dataclass
+class Search:
+    """The search of one text. kept: the best ended hypotheses, best first."""
+
+    n_beams: int
+    length_penalty: float
+    kept: list[Hypothesis] = field(default_factory=list)
+    is_done: bool = False
+
+    def keep(self, log_p: float, ids: list[int], n_tokens: int) -> None:
+        """n_tokens: of the hypothesis, eos included."""
+        self.kept.append(Hypothesis(log_p / n_tokens**self.length_penalty, ids))
+        self.kept = sorted(self.kept, key=lambda one: -one.score)[: self.n_beams]
+
+    def finish_unless(self, best_log_p: float, n_tokens: int) -> None:
+        """best_log_p: of the running hypotheses, which have n_tokens."""
+        full = len(self.kept) == self.n_beams
+        self.is_done = full and self.kept[-1].score >= best_log_p / n_tokens**self.length_penalty
+
+
+@torch.no_grad()
+def translate(
+    model: EncoderDecoder,
+    sources: Sequence[Tensor],
+    eos: int,
+    n_beams: int = 5,
+    length_penalty: float = 1.0,
+    max_new_tokens: int | None = None,
+) -> list[list[Hypothesis]]:
+    """The kept hypotheses of each source, best first; one beam is greedy decoding.
+
+    sources: each `(S,)` int64 on the model's device, with eos at its end. max_new_tokens: eos included; at most, and by
+    default, what fits into half a row. The longest hypotheses end there without eos. The model is in evaluation mode.
+    """
+    decoder = CachedEncoderDecoder(model)
+    limit = min(max_new_tokens or decoder.window, decoder.window)
+    start = sources[0].new_tensor([eos])
+    n, device = len(sources), sources[0].device
+    searches = [Search(n_beams, length_penalty) for _ in sources]
+    logits = decoder.begin([torch.cat([source, start]) for source in sources for _ in range(n_beams)])
+    log_p = torch.full((n, n_beams), -torch.inf, dtype=torch.float64, device=device)
+    log_p[:, 0] = 0  # at first all beams are the same
+    running: list[list[list[int]]] = [[[] for _ in range(n_beams)] for _ in sources]
+    for n_tokens in range(1, limit + 1):
+        of_next = logits.double().log_softmax(-1).view(n, n_beams, -1) + log_p[:, :, None]  # (n, K, V)
+        n_looked_at = min(2 * n_beams, of_next[0].numel())
+        best, places = of_next.flatten(1).topk(n_looked_at)  # (n, 2 K)
+        parents, tokens = (places // of_next.shape[2]).tolist(), (places % of_next.shape[2]).tolist()
+        goes_on = torch.zeros(n, n_beams, dtype=torch.long)
+        following: list[list[int]] = [[eos] * n_beams for _ in sources]
+        for text, search in enumerate(searches):
+            kept_running: list[tuple[float, int, int]] = []
+            for rank, (value, parent, token) in enumerate(
+                zip(best[text].tolist(), parents[text], tokens[text], strict=True)
+            ):
+                ends = token == eos or n_tokens == limit
+                if ends and rank < n_beams and not search.is_done and value > -torch.inf:
+                    ids = running[text][parent]
+                    search.keep(value, ids if token == eos else [*ids, token], n_tokens)
+                if not ends and len(kept_running) < n_beams:
+                    kept_running.append((value, parent, token))
+            if not search.is_done and kept_running:
+                search.finish_unless(kept_running[0][0], n_tokens)
+            for beam, (value, parent, token) in enumerate(kept_running):
+                log_p[text, beam], goes_on[text, beam], following[text][beam] = value, parent, token
+            log_p[text, len(kept_running) :] = -torch.inf
+            running[text] = [[*running[text][parent], token] for _, parent, token in kept_running]
+            running[text] += [[] for _ in range(n_beams - len(kept_running))]
+        if n_tokens == limit or all(search.is_done for search in searches):
+            break
+        decoder.reorder((goes_on + n_beams * torch.arange(n)[:, None]).flatten().tolist())
+        logits = decoder.next(dict(enumerate(token for of_text in following for token in of_text)))
+    return [search.kept for search in searches]
