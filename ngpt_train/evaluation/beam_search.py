@@ -1,9 +1,9 @@
 """Beam search: the likeliest translations, by log-probability over a power of the length.
 
-The score of a hypothesis of n tokens, eos included, is sum log p / n^length_penalty. Each step looks at the 2 K likeliest
-continuations of the K running hypotheses of a text. Those that end with eos and are among the first K are kept, the K
-best ones so far; the K likeliest others run on. A text is done when no running hypothesis, ended now, would beat the
-worst of K kept ones. These are the rules of `transformers` (early_stopping=False).
+The score of a hypothesis of n tokens, eos included, is sum log p / n^length_penalty. Each step looks at the 2 K
+likeliest continuations of the K running hypotheses of a text. Those that end with eos and are among the first K are
+kept, the K best ones so far; the K likeliest others run on. A text is done when no running hypothesis, ended now, would
+beat the worst of K kept ones. These are the rules of `transformers` (early_stopping=False).
 """
 
 from __future__ import annotations

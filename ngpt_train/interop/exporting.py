@@ -76,6 +76,8 @@ def _write(restored: Restored, own: ExportConfig, layout: Layout, work: Path) ->
     ends = {"bos_token_id": tokenizer.eos, "eos_token_id": tokenizer.eos}
     config_json = layout.config_json(config)
     config_json[NOTE] = {"layout": layout.name, **config_json.get(NOTE, {})}  # for `import`
+    if layout.objective == "translation":
+        ends |= {"decoder_start_token_id": tokenizer.eos}
     if layout.for_transformers:
         config_json |= {**ends, "dtype": str(DTYPES[own.dtype]).removeprefix("torch."), "use_cache": True}
         # config.json has no padding id: transformers would give the embedding of that id no gradient.
@@ -84,7 +86,7 @@ def _write(restored: Restored, own: ExportConfig, layout: Layout, work: Path) ->
     for path in layout.files:
         shutil.copyfile(path, work / path.name)
     write_yaml(restored.config, work / CONFIG)
-    reads_eos_first = config.objective != "prefix_continuation"  # a decoder reads an eos before a document
+    reads_eos_first = config.objective not in ("prefix_continuation", "translation")  # a decoder reads an eos first
     yield write_tokenizers(work, tokenizer, config.context, reads_eos_first)
 
     yield check_bits(work, layout, config_json, stored, tensors)

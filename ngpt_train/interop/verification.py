@@ -27,6 +27,11 @@ from ngpt_train.training.guards import NumericalError
 # weights gave 1e-4, trained ones 1e-6. A misnamed or transposed weight, or wrong pairs, change logits completely.
 TOLERANCE = 1e-3
 LONGEST = 1024  # most tokens of a row
+AUTO_MODELS = {
+    "next_token": "AutoModelForCausalLM",
+    "masked": "AutoModelForMaskedLM",
+    "translation": "AutoModelForSeq2SeqLM",
+}
 EXTRA = "pip install 'ngpt-train[hf]'"
 LARGEST = "largest difference of logits"
 
@@ -122,8 +127,11 @@ def check_logits(
         yield f"logits not compared: transformers cannot be used ({problem}); {EXTRA} installs a new one"
         return
 
-    def logits(row: Tensor) -> Tensor:
-        return exported(row).logits
+    def logits(row: Tensor, one: Any = exported) -> Tensor:
+        if config.objective != "translation":
+            return one(row).logits
+        source, translation = row.chunk(2, dim=1)
+        return one(source, decoder_input_ids=translation).logits
 
     with_ours = difference(rows, logits, model)
     n, length = rows.shape
@@ -145,7 +153,7 @@ def check_logits(
     yield f"{read}, {name} and ngpt-train, whose order is another: {LARGEST} {with_ours}, which is rounding"
     if dtype != torch.float32:
         half = loaded(directory, layout, dtype)
-        in_half = difference(rows, lambda row: half(row).logits, model)
+        in_half = difference(rows, lambda row: logits(row, half), model)
         yield f"the same rows, {name} in {str(dtype).removeprefix('torch.')} arithmetic: {LARGEST} {in_half}"
         if not in_half.largest < float("inf"):
             raise NumericalError(
@@ -155,13 +163,13 @@ def check_logits(
 
 def loaded(directory: Path, layout: Layout, dtype: torch.dtype) -> Any:
     """Loads the directory with transformers, without a network. Runs no code but the layout's modeling file."""
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+    import transformers
     from transformers.utils import logging
 
     was_on = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model = (AutoModelForMaskedLM if layout.masked else AutoModelForCausalLM).from_pretrained(
+        model = getattr(transformers, AUTO_MODELS[layout.objective]).from_pretrained(
             directory,
             dtype=dtype,
             local_files_only=True,

@@ -26,7 +26,7 @@ LIVE_FIGURES = (
     *("powernorm_2_live", "powernorm_4_live", "tnt_3_live", "tnt_4_live"),
 )
 # The names of interop/layouts/, which cannot be imported before torch; a test compares them.
-LAYOUTS = ("llama", "qwen3", "ngpt", "angpt", "roberta", "safetensors")
+LAYOUTS = ("llama", "qwen3", "ngpt", "angpt", "roberta", "marian", "safetensors")
 # Memory in GiB that a program sees of a card, rounded down.
 CARDS = {"a100_40gb": 39, "a100_80gb": 79, "h100_80gb": 79}
 

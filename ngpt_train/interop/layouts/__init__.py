@@ -6,11 +6,15 @@ from ngpt_train.core.errors import ConfigError
 from ngpt_train.interop.layouts.absorbed import AnGPTLayout
 from ngpt_train.interop.layouts.layout import Layout
 from ngpt_train.interop.layouts.llama import LlamaLayout, Qwen3Layout
+from ngpt_train.interop.layouts.marian import MarianLayout
 from ngpt_train.interop.layouts.ngpt import NGPTLayout
 from ngpt_train.interop.layouts.roberta import RobertaLayout
 
 # In the order of export.layout=auto: the last one can hold any model.
-_LAYOUTS: tuple[Layout, ...] = (LlamaLayout(), Qwen3Layout(), NGPTLayout(), AnGPTLayout(), RobertaLayout(), Layout())
+_LAYOUTS: tuple[Layout, ...] = (
+    *(LlamaLayout(), Qwen3Layout(), NGPTLayout(), AnGPTLayout(), RobertaLayout(), MarianLayout()),
+    Layout(),
+)
 LAYOUTS = {layout.name: layout for layout in _LAYOUTS}
 
 
@@ -29,7 +33,7 @@ def refusal(layout: Layout, config: ModelConfig, dtype: str) -> str | None:
     """The key, and why the layout cannot hold the model in that dtype; None if it can."""
     if layout.for_transformers and config.n_classes:
         return f"model.n_classes={config.n_classes}: this layout has no head for labels"
-    if layout.for_transformers and config.bidirectional and not layout.masked:
+    if layout.for_transformers and config.bidirectional and layout.objective != "masked":
         return "model.bidirectional=true: this layout is one of causal models"
     if (problem := layout.refusal(config)) or dtype in layout.dtypes:
         return problem

@@ -28,7 +28,7 @@ class Layout:
 
     name = "safetensors"  # the value of export.layout
     for_transformers = False  # transformers loads the model; otherwise read_weights.py does
-    masked = False  # a model of masks, not a causal one
+    objective = "next_token"  # of the models that transformers loads
     dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")  # of export.dtype
     returns = True  # from_foreign is the inverse of to_foreign
     files: tuple[Path, ...] = (Path(__file__).with_name("read_weights.py"),)  # Python files for the directory

@@ -77,7 +77,7 @@ class RobertaLayout(Layout):
 
     name = "roberta"
     for_transformers = True
-    masked = True
+    objective = "masked"
     files = ()
 
     def refusal(self, config: ModelConfig) -> str | None:
