@@ -91,6 +91,11 @@ def open_dataset(
             "Name the task's examples: data.label_field, data.text_field and data.labels, or choose another checkpoint"
         )
         raise ConfigError(f"data.label_field={data.label_field}, model.n_classes={config.model.n_classes}\n  {fix}")
+    if (data.translation_field is None) == (config.model.objective == "translation"):
+        fix = (
+            "Pairs are for an encoder-decoder: choose model=composed_encoder_decoder data=pairs, or another checkpoint"
+        )
+        raise ConfigError(f"data.translation_field={data.translation_field}, model.name={config.model.name}\n  {fix}")
     if data.label_field is not None:
         return open_labelled(config, tokenizer or load_tokenizer(config.tokenizer))
     if data.translation_field is not None:

@@ -49,8 +49,8 @@ class Pairs(Tokens):
 
 def open_pairs(config: Config, tokenizer: Tokenizer | None) -> Dataset:
     """Both splits. Without a tokenizer or a file of one, a SentencePiece model is trained on both sides of the training
-    text. Pairs that do not fit into a row, or have an empty side, are left out. Raises DataError for a faulty text, and
-    for a split without pairs."""
+    text. Pairs that do not fit into a row, or have an empty side, are left out. With data.val_fraction=1 all others
+    validate. Raises DataError for a faulty text, and for a split without pairs."""
     data, path = config.data, path_of(config)
     source, texts = documents_by_split(data)
     tokenizer = tokenizer or _tokenizer(config, texts["train"])
@@ -84,7 +84,7 @@ def _pairs(split: str, path: Path, texts: list[list[str]], config: Config, token
         if len(source) and len(translation) and 1 + max(len(source), len(translation)) <= config.model.context // 2:
             sources.append(source)
             translations.append(translation)
-    if not sources:
+    if not sources and (split == "validation" or config.data.val_fraction < 1):
         raise DataError(
             f"{path}: no pair of the {split} split fits into a row, whose halves have model.context / 2 = "
             f"{config.model.context // 2} tokens; raise model.context, name files with data.val_files, or add pairs"

@@ -128,7 +128,7 @@ def check_logits(
         return
 
     def logits(row: Tensor, one: Any = exported) -> Tensor:
-        if config.objective != "translation":
+        if layout.objective != "translation":
             return one(row).logits
         source, translation = row.chunk(2, dim=1)
         return one(source, decoder_input_ids=translation).logits

@@ -1,5 +1,5 @@
 """`evaluate`: validation loss of a checkpoint, on its run's data or other data; or its answers to tasks; or its
-loss by context and by position on whole documents."""
+loss by context and by position on whole documents; or its translations."""
 
 import itertools
 import logging
@@ -15,15 +15,18 @@ from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.records import check_contexts
 from ngpt_train.config.validate import mistake, show
 from ngpt_train.core.errors import DataError
-from ngpt_train.core.files import write_json
+from ngpt_train.core.files import write_atomically, write_json
 from ngpt_train.core.recorded import measured
 from ngpt_train.data import open_dataset
+from ngpt_train.data.labelled import documents_by_split
 from ngpt_train.data.sources import open_source
 from ngpt_train.data.tokenizers.tokenizer import tokenizer_identity
 from ngpt_train.distributed.world import join_world
 from ngpt_train.evaluation.restore import Restored, find_trained, restore
+from ngpt_train.evaluation.translations import scores, translations
 from ngpt_train.evaluation.trust import is_text_of, taken
 from ngpt_train.evaluation.validation import Evaluations, file_name
+from ngpt_train.models.encoder_decoder import EncoderDecoder
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +45,8 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         return on_tasks(config, overrides)
     if config.evaluate.length.contexts is not None:
         return on_length(config, overrides)
+    if config.evaluate.beams is not None:
+        return on_translations(config, overrides)
     trained = find_trained("evaluate", config, overrides, also_used=("data", *ROWS, "eval.contexts", "parallel"))
     combined = combine(config, trained.config, overrides)
     check_contexts(combined)
@@ -161,6 +166,56 @@ def on_length(config: Config, overrides: Sequence[str]) -> int:
             plot_lengths(curves, restored.config.model.context, described(restored), out.with_name(files[0]))
             write(out, result | {"curves": [curve.as_json() for curve in curves]}, files)
     return 0
+
+
+def on_translations(config: Config, overrides: Sequence[str]) -> int:
+    """Translates the held-out pairs of data.* and prints BLEU and chrF, and writes them to evaluate.out, and
+    translations and references, a line each, beside it; returns 0.
+
+    Raises ConfigError where the model does not translate, DataError where checkpoint or pairs cannot be had.
+    """
+    own = config.evaluate
+    trained = find_trained(
+        "evaluate", config, overrides, also_used=("data", "evaluate.beams", "evaluate.length_penalty")
+    )
+    if trained.config.model.objective != "translation":
+        raise mistake(f"evaluate.beams={own.beams}: the model does not translate", "Leave it out")
+    combined = combine(config, trained.config, overrides)
+    out, files = output(config, "{stem}_translations.txt", "{stem}_references.txt")
+    pairs = documents_by_split(combined.data)[1]["validation"]
+    if not pairs:
+        raise DataError(f"data.path={combined.data.path}: holds no pair to evaluate on; name files with data.val_files")
+    world = join_world(config)
+    restored = restore(trained, config, world)
+    assert isinstance(restored.model, EncoderDecoder)
+    mine = [source for source, _ in pairs[world.rank :: world.size]]
+    found = world.gather(translations(restored.model, restored.tokenizer, mine, own.beams or 1, own.length_penalty))
+    texts = [one_line(found[k % world.size][k // world.size].text) for k in range(len(pairs))]
+    references = [one_line(reference) for _, reference in pairs]
+    if world.is_main:
+        result = {
+            **identity(restored),
+            "data": combined.data.path or combined.data.kind,
+            "pairs": len(pairs),
+            "beams": own.beams,
+            "length_penalty": own.length_penalty,
+            **scores(texts, references),
+        }
+        print(
+            f"{described(restored)} on {result['data']} ({len(pairs):,} pairs), {own.beams} beams: BLEU "
+            f"{result['bleu']:.2f} of words, {result['sacrebleu']:.2f} by sacrebleu ({result['sacrebleu_signature']}), "
+            f"chrF {result['chrf']:.2f} ({result['chrf_signature']})"
+        )
+        if out is not None:
+            for name, lines in zip(files, (texts, references), strict=True):
+                write_atomically(out.with_name(name), "".join(f"{line}\n" for line in lines).encode())
+            write(out, result, files)
+    return 0
+
+
+def one_line(text: str) -> str:
+    """The text with a space for each line break, so that line k of a file is text k."""
+    return " ".join(text.splitlines())
 
 
 def output(config: Config, *beside: str) -> tuple[Path | None, list[str]]:

@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +18,9 @@ from ngpt_train.distributed.compilation import keep_compiled
 from ngpt_train.distributed.layouts import resolve_compile
 from ngpt_train.distributed.world import World, resolve_device
 from ngpt_train.evaluation.continued_prompts import Text, Texts
-from ngpt_train.evaluation.restore import find_trained, restore
+from ngpt_train.evaluation.restore import Restored, find_trained, restore
+from ngpt_train.evaluation.translations import translations
+from ngpt_train.models.encoder_decoder import EncoderDecoder
 
 MOST_BYTES = 1 << 30  # of a file of prompts
 
@@ -33,10 +35,14 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     wanted = config.generate
     prompts = [wanted.prompt] if wanted.prompts is None else read_prompts(wanted.prompts)
     trained = find_trained("generate", config, overrides, also_used=("train.compile",))
-    if problem := trained.config.model.refuses_text():
+    translates = trained.config.model.objective == "translation"
+    if not translates and (problem := trained.config.model.refuses_text()):
         raise mistake(f"generate.checkpoint={wanted.checkpoint}: {problem}", "Choose a causal model's checkpoint")
     world = World(rank=0, size=1, local_rank=0, device=resolve_device(config.train.device, local_rank=0))
     restored = restore(trained, config, world)
+    if translates:
+        write_translations(restored, wanted, typed_prompts() if wanted.interactive else prompts)
+        return 0
     compiled = wanted.cache and resolve_compile(config.train.compile, world.device.type)
     if compiled:
         keep_compiled(config)
@@ -57,6 +63,31 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     else:
         show(texts, prompts[0])
     return 0
+
+
+def write_translations(restored: Restored, wanted: GenerateConfig, prompts: Iterable[str]) -> None:
+    """Translates each prompt: prints a translation a line, or writes a line of JSON each to generate.out."""
+    assert isinstance(restored.model, EncoderDecoder)
+    translated = partial(
+        translations,
+        restored.model.eval(),
+        restored.tokenizer,
+        n_beams=wanted.beams,
+        length_penalty=wanted.length_penalty,
+        max_new_tokens=wanted.max_new_tokens,
+    )
+    if wanted.out is None:
+        # A typed line is answered before the next one is read.
+        for part in ([prompt] for prompt in prompts) if wanted.interactive else [list(prompts)]:
+            for found in translated(part):
+                print(" ".join(found.text.splitlines()), flush=True)
+        return
+    sources = list(prompts)
+    lines = [
+        json.dumps({"prompt": source, "text": found.text, "score": found.score}, ensure_ascii=False) + "\n"
+        for source, found in zip(sources, translated(sources), strict=True)
+    ]
+    write_atomically(Path(wanted.out).expanduser(), "".join(lines).encode())
 
 
 def read_prompts(setting: str) -> list[str]:

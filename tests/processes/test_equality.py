@@ -9,6 +9,7 @@ recomputation advances again.
 import dataclasses
 import functools
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ngpt_train.core.constants import IGNORED
 from ngpt_train.data.masks import Masks
+from ngpt_train.data.pairs import PairRows, Pairs
 from ngpt_train.distributed.layouts import replicas
 from ngpt_train.models import export_weights
 from ngpt_train.training import build_state, train_step
@@ -49,6 +51,7 @@ OPTIONS = {
         *("model.norm=layer", "model.norm_placement=post", "model.ffn_norm=norm", "model.res_scale=both"),
         *("model.bias=true", "model.layer_scale=0.5", "model.embedding_gradient=0.5", "model.tied_embeddings=true"),
     ],
+    "composed_encoder_decoder with pairs": [],
     "composed_encoder_decoder": [
         *("model.head_scale=before", "model.ffn_norm=norm", "model.bias=true"),
         *("model.separate_gains=true", "model.input_gain_decay=true"),
@@ -58,6 +61,7 @@ RECIPES |= {f"{name} with dropout": RECIPES[name] for name in ("gpt", "ntransfor
 RECIPES["gpt with normuon"] = RECIPES["gpt"]
 RECIPES["gpt with labels"] = dataclasses.replace(RECIPES["gpt"], steps=12)
 RECIPES["ngpt with masks"] = dataclasses.replace(RECIPES["ngpt"], steps=12)
+RECIPES["composed_encoder_decoder with pairs"] = dataclasses.replace(RECIPES["composed_encoder_decoder"], steps=8)
 RECIPES["gpt with muonh"] = dataclasses.replace(RECIPES["gpt"], weight_decay=0.0)
 RECIPES["ngpt with muon"] = RECIPES["ngpt"]
 RECIPES["ngpt with adamh"] = RECIPES["ngpt"]
@@ -71,6 +75,10 @@ WITH = {
     ],
     "labels": ["data=local", "data.path=x", "data.label_field=label", "data.labels=['a','b','c']"],
     "masks": ["objective=masked", "model.mask_share=0.5"],
+    "pairs": [
+        *("data=pairs", "data.path=x", "model.norm=pn", "model.statistics=synchronised", "model.psi_warmup_steps=4"),
+        *("model.shared_source=true", "model.tied_embeddings=true"),
+    ],
     "training_ngpt": ["recipe=training_ngpt", "optim.gate_eps=1e-4", "optim.angle_cap=0.03"],
     **{name: [f"optim.name={name}", "optim.groups.embedding=3e-2"] for name in ("muon", "normuon", "adamh", "muonh")},
     "nugpt": ["recipe=nugpt", *(f"model.reference.{key}={n}" for key, n in (("d_model", 8), ("steps", 100)))],
@@ -97,6 +105,8 @@ FAST: dict[int, list[Cell]] = {  # by ranks; the other recipes and cells are in 
         ("ngpt with training_ngpt", "fsdp(2)", "none"),
         ("ntransformer with dropout", "fsdp(2)", "full"),
         ("composed_encoder_decoder", "fsdp(2)", "none"),
+        ("composed_encoder_decoder with pairs", "ddp(2)", "none"),
+        ("composed_encoder_decoder with pairs", "fsdp(2)", "none"),
         ("gpt with normuon", "fsdp(2)", "none"),
         ("gpt with muonh", "ddp(2)", "none"),
         ("ngpt with muon", "fsdp(2)", "none"),
@@ -132,6 +142,11 @@ def batch(name: str, step: int, what: str) -> tuple[Tensor, ...]:
         rows = [part.numpy() for part in text_like_rows(ROWS, CONTEXT, SIZE.vocab_size, seed=step)]
         masks = Masks(0.5, 0.6, 0.1, mask_id=SIZE.vocab_size - 1, eos=0, begins_word=None)
         return tuple(torch.from_numpy(part) for part in masks.of(tuple(rows), np.arange(ROWS) + step * ROWS, seed=0))
+    if what == "pairs":
+        draw = np.random.default_rng(step)
+        sides = [[draw.integers(1, SIZE.vocab_size, draw.integers(1, 14)) for _ in range(ROWS)] for _ in range(2)]
+        rows = PairRows(Pairs("train", Path(), 0, sides[0], sides[1])).batch(np.arange(ROWS))
+        return tuple(torch.from_numpy(part) for part in rows)
     if ARCHITECTURES[name].has_encoder:
         return padded_rows(ROWS, CONTEXT, SIZE, seed=step)
     return text_like_rows(ROWS, CONTEXT, SIZE.vocab_size, seed=step)
@@ -140,7 +155,11 @@ def batch(name: str, step: int, what: str) -> tuple[Tensor, ...]:
 def one_run(recipe: str, parallel: str, recomputation: str, accumulation: int) -> Report:
     """What this rank reports of a run."""
     name, _, what = recipe.partition(" with ")
-    options = [*OPTIONS.get(name, []), *WITH[what], f"train.activation_checkpointing={recomputation}"]
+    options = [
+        *OPTIONS.get(recipe, OPTIONS.get(name, [])),
+        *WITH[what],
+        f"train.activation_checkpointing={recomputation}",
+    ]
     config = run_config(
         name, SIZE, RECIPES[recipe], rows=ROWS, context=CONTEXT, micro_rows=1, parallel=parallel, options=options
     )
@@ -150,7 +169,7 @@ def one_run(recipe: str, parallel: str, recomputation: str, accumulation: int) -
     rank, size = state.world.rank, state.world.size
     rows = torch.arange(rank, ROWS, size)  # as TrainLoader: so a micro batch of all ranks is a run of rows
     # PowerNorm's statistics advance with each micro batch: so it is given the same ones in every layout.
-    accumulation = 2 if name == "powernorm" else accumulation
+    accumulation = 2 if name == "powernorm" or what == "pairs" else accumulation
     initial = export_weights(state.model)
     losses, z_losses, norms, rates, tokens = [], [], [], [], []
     for step in range(config.train.steps):

@@ -210,13 +210,9 @@ class DataConfig:
                     yield f"{name} data.objective", "a row is one document or example", f"Leave {name} out"
         yield from self._mask_conflicts()
         yield from self._label_conflicts(model)
-        yield from self._translation_conflicts(model)
+        yield from self._translation_conflicts()
 
-    def _translation_conflicts(self, model: ModelConfig) -> Iterator[Conflict]:
-        if (self.translation_field is not None) != (model.objective == "translation"):
-            problem = "an encoder-decoder translates, and it needs pairs of a text and its translation"
-            fix = "Choose model=composed_encoder_decoder data=pairs, or set data.translation_field=null"
-            yield "data.translation_field model.name", problem, fix
+    def _translation_conflicts(self) -> Iterator[Conflict]:
         if self.translation_field is None:
             return
         if self.label_field is not None:

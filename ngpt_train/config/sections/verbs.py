@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Union
 
-from ngpt_train.config.keys import AUTO, COUNT, COUNT_OR_0, ROWS, SEED, Conflict, VerbKeys, key
+from ngpt_train.config.keys import AUTO, COUNT, COUNT_OR_0, ROWS, SEED, Conflict, Limits, VerbKeys, key
 from ngpt_train.config.validate import mistake
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ LIVE_FIGURES = (
     *("ngpt_6_live", "normformer_3_live", "normformer_4_live", "normformer_6_live", "normformer_7_live"),
     *("powernorm_2_live", "powernorm_4_live", "tnt_3_live", "tnt_4_live"),
 )
+BEAMS: Limits = {"minimum": 1, "maximum": 1000}
+LENGTH_PENALTY = "Of a beam search: log-probabilities are divided by the length to this power."
 # The names of interop/layouts/, which cannot be imported before torch; a test compares them.
 LAYOUTS = ("llama", "qwen3", "ngpt", "angpt", "roberta", "marian", "safetensors")
 # Memory in GiB that a program sees of a card, rounded down.
@@ -107,9 +110,18 @@ class EvaluateConfig(CheckpointKeys):
         None, "JSON file for the result; the loss of each row goes beside it as .npz. null prints only."
     )
     length: LengthConfig = field(default_factory=LengthConfig)
+    beams: Union[int, None] = key(
+        None,
+        "Of a model that translates: hypotheses of the beam search that translates the held-out pairs, for BLEU and "
+        "chrF; 1: greedy. null: the loss alone.",
+        **BEAMS,
+    )
+    length_penalty: float = key(1.0, LENGTH_PENALTY, minimum=0, maximum=100)
 
     def refused(self, config: Config) -> Iterator[Conflict]:
         yield from super().refused(config)
+        if self.beams is not None and find_spec("sacrebleu") is None:
+            yield "evaluate.beams", "the package sacrebleu is not installed", "pip install 'ngpt-train[eval]'"
         if self.out is not None and self.out.endswith(".npz"):
             fix = f"For example evaluate.out={self.out.removesuffix('.npz')}.json"
             yield "evaluate.out", "the losses of rows take this name, the result is JSON", fix
@@ -127,6 +139,8 @@ class GenerateConfig(CheckpointKeys):
         "File of prompts: a .jsonl file, whose lines are objects with a `prompt`, or a text file, each line a prompt. "
         "Each gives a line of JSON.",
     )
+    beams: int = key(5, "Of a model that translates: hypotheses of the beam search; 1: greedy.", **BEAMS)
+    length_penalty: float = key(1.0, LENGTH_PENALTY, minimum=0, maximum=100)
     interactive: bool = key(False, "Read prompts from the terminal or from stdin, a line each, until it ends.")
     samples: int = key(1, "Texts for each prompt; sample j = 0, 1, ... has the seed generate.seed + j.", **COUNT)
     max_new_tokens: int = key(200, "Tokens to sample at most.", **COUNT)

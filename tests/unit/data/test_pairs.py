@@ -165,7 +165,7 @@ def test_texts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        (["model=gpt"], ["data.translation_field", "model.name"]),
+        (["model=gpt", "model.vocab_size=300"], ["data.translation_field", "model.name"]),
         (["data.translation_field=other"], ["no field 'other'", "source"]),
         (["data.streaming=true"], ["data.translation_field", "data.streaming"]),
         (["model.context=191"], ["model.context", "even"]),

@@ -1,0 +1,70 @@
+"""Translations of texts by a model, and their scores beside references."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ngpt_train.data.tokenizers.tokenizer import Tokenizer
+from ngpt_train.evaluation.beam_search import translate
+from ngpt_train.models.encoder_decoder import EncoderDecoder
+
+logger = logging.getLogger(__name__)
+
+BATCH_TOKENS = 8192  # of the hypotheses' sources, padding included
+
+
+class Translation(NamedTuple):
+    text: str
+    score: float  # log-probability / length^penalty
+
+
+def translations(
+    model: EncoderDecoder,
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    n_beams: int,
+    length_penalty: float,
+    max_new_tokens: int | None = None,
+) -> list[Translation]:
+    """The best translation of each text, in their order. Texts of like length are translated together.
+
+    A text that is longer than half a row is cut, and the log says how many are.
+    """
+    limit, device = model.config.context // 2, model.embedding.device
+    ids = [tokenizer.encode(text) for text in texts]
+    if too_long := sum(len(one) + 1 > limit for one in ids):
+        logger.warning("%d of %d texts are cut to half a row, model.context / 2 = %d tokens", too_long, len(ids), limit)
+    sources = [torch.from_numpy(np.append(one[: limit - 1], tokenizer.eos).astype(np.int64)) for one in ids]
+    found: dict[int, Translation] = {}
+    for batch in _batches([len(source) for source in sources], n_beams):
+        of_batch = [sources[number].to(device) for number in batch]
+        kept = translate(model, of_batch, tokenizer.eos, n_beams, length_penalty, max_new_tokens)
+        for number, (best, *_) in zip(batch, kept, strict=True):
+            found[number] = Translation(tokenizer.decode(best.ids), best.score)
+    return [found[number] for number in range(len(texts))]
+
+
+def _batches(lengths: Sequence[int], n_beams: int) -> Iterator[list[int]]:
+    """Numbers of texts, longest first, so that memory runs out at once or never."""
+    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+    while order:
+        n = max(1, BATCH_TOKENS // (lengths[order[0]] * n_beams))
+        yield order[:n]
+        order = order[n:]
+
+
+def scores(found: Sequence[str], references: Sequence[str]) -> dict[str, Any]:
+    """Of sacrebleu, all from 0 to 100: `bleu` of the words between white space, as papers with tokenized texts count;
+    `sacrebleu`, which tokenizes by itself, and `chrf`, each with its signature."""
+    from sacrebleu.metrics import BLEU, CHRF  # of the extra [eval]
+
+    result: dict[str, Any] = {"bleu": BLEU(tokenize="none").corpus_score(found, [references]).score}
+    for name, metric in (("sacrebleu", BLEU()), ("chrf", CHRF())):
+        result[name] = metric.corpus_score(found, [references]).score
+        result[f"{name}_signature"] = str(metric.get_signature())
+    return result

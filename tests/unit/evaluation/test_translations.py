@@ -1,0 +1,63 @@
+"""From pairs to a trained model, its translations and their scores."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ngpt_train.__main__ import main
+from tests.unit.data.test_pairs import texts
+
+NAMED = ["scale=debug", "tokenizer=bytes", "model.context=128", "logging.wandb.mode=disabled"]
+
+
+def test_a_run_translates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Caught: translations that are not the held-out pairs', or not in their order; scores of other files than the
+    written ones; a search that the keys do not reach; a line break inside of a line; a text beyond half a row."""
+    pytest.importorskip("sacrebleu", reason="the extra [eval] is not installed")
+    from sacrebleu.metrics import BLEU, CHRF
+
+    for name, n in (("train", 300), ("val", 20)):
+        pairs = texts(n, seed=n)
+        pairs[3] |= {"target": "deux\nlignes", "source": "word " * 40 if name == "val" else "a word"}
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    data = [f"data.path={tmp_path / 'train.jsonl'}", f"data.val_files={tmp_path / 'val.jsonl'}"]
+    run = ["model=ntransformer", "data=pairs", *data, *NAMED, f"data.cache={tmp_path / 'cache'}", "train.steps=30"]
+    assert main(["train", *run, f"run.root={tmp_path / 'runs'}", "run.name=r", "optim.lr=1e-2"]) == 0
+    checkpoint = str(tmp_path / "runs" / "r")
+    evaluate = ["evaluate", f"evaluate.checkpoint={checkpoint}"]
+    assert main([*evaluate, "evaluate.beams=2", f"evaluate.out={tmp_path / 'b.json'}"]) == 0
+    said = capsys.readouterr().out
+    result = json.loads((tmp_path / "b.json").read_text())
+    found, references = (
+        (tmp_path / f"b_{what}.txt").read_text().splitlines() for what in ("translations", "references")
+    )
+    assert len(found) == result["pairs"] == 20
+    assert references[3] == "deux lignes"
+    assert references[:3] == [pair["target"] for pair in texts(20, seed=20)[:3]]
+    assert result["bleu"] == BLEU(tokenize="none").corpus_score(found, [references]).score
+    assert result["sacrebleu"] == BLEU().corpus_score(found, [references]).score > 0
+    assert result["chrf"] == CHRF().corpus_score(found, [references]).score
+    assert "tok:13a" in result["sacrebleu_signature"]
+    assert f"{result['sacrebleu']:.2f} by sacrebleu" in said
+    (tmp_path / "prompts.txt").write_text("".join(f"{pair['source']}\n" for pair in texts(20, seed=20)))
+    generate = ["generate", f"generate.checkpoint={checkpoint}", f"generate.prompts={tmp_path / 'prompts.txt'}"]
+    assert main([*generate, "generate.beams=2", f"generate.out={tmp_path / 'g.jsonl'}"]) == 0
+    written = [json.loads(line) for line in (tmp_path / "g.jsonl").read_text().splitlines()]
+    assert [one["text"] for k, one in enumerate(written) if k != 3] == [x for k, x in enumerate(found) if k != 3]
+    assert main([*generate, "generate.max_new_tokens=3", "generate.beams=1"]) == 0
+    assert {len(line.encode()) for line in capsys.readouterr().out.splitlines()} <= {0, 1, 2, 3}
+    assert main(evaluate) == 0
+    fit = [pair for pair in pairs if 1 + max(len(text.encode()) for text in pair.values()) <= 64]
+    assert 10 < len(fit) < 20  # the others are left out
+    assert f"({len(fit)} rows): loss" in capsys.readouterr().out
+
+
+def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("a few words of text\n" * 400)
+    run = ["model=gpt", "data=local", f"data.path={tmp_path / 'text.txt'}", *NAMED, f"data.cache={tmp_path / 'c'}"]
+    assert main(["train", *run, f"run.root={tmp_path}", "run.name=g", "train.steps=1"]) == 0
+    assert main(["evaluate", f"evaluate.checkpoint={tmp_path / 'g'}", "evaluate.beams=2"]) == 2
+    assert "evaluate.beams=2: the model does not translate" in capsys.readouterr().err
+    assert main(["train", *run, f"run.root={tmp_path}", "run.name=h", "data.translation_field=x"]) == 2
+    assert "data.translation_field=x, model.name=gpt" in capsys.readouterr().err
