@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.cache_files import canonical_hash
-from ngpt_train.data.dataset import Dataset, OnMain, Tokens, path_of
+from ngpt_train.data.dataset import Dataset, OnMain, Pairs, Tokens, path_of
 from ngpt_train.data.epochs import EpochRows, epoch_rows, many_epochs, planned_rows, warn_of_repeats
 from ngpt_train.data.labelled import open_labelled
 from ngpt_train.data.loader import (
@@ -35,7 +35,7 @@ from ngpt_train.data.loader import (
 )
 from ngpt_train.data.masks import masks_of
 from ngpt_train.data.mixed import Mixed, MixtureReader, Turns, open_mixture
-from ngpt_train.data.pairs import Pairs, open_pairs
+from ngpt_train.data.pairs import open_pairs
 from ngpt_train.data.prepared_text import prepare_dataset
 from ngpt_train.data.rows import Batch, Cursor, Rows, chosen_rows, rows_of, same_text
 from ngpt_train.data.sources import open_source

@@ -142,6 +142,16 @@ class Examples(Tokens):
         self.texts, self.labels = texts, labels
 
 
+class Pairs(Tokens):
+    """A split of pairs, as ids without eos. It counts as one text, the translations."""
+
+    def __init__(self, split: str, path: Path, eos: int, sources: list[Ids], translations: list[Ids]) -> None:
+        super().__init__(split, path, [np.append(ids, eos) for ids in translations], eos)
+        self.sources, self.translations = sources, translations
+        # The longer side of each pair, with its eos.
+        self.lengths = np.array([1 + max(map(len, pair)) for pair in zip(sources, translations, strict=True)], np.int64)
+
+
 def _check_offsets(offsets: StoredNumbers) -> None:
     """Raises DataError unless each document ends after its beginning. Reads one chunk after the other."""
     before = -1

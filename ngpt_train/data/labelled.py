@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from ngpt_train.config.schema import Config, DataConfig
+from ngpt_train.config.schema import Config
 from ngpt_train.core.constants import IGNORED, MILLION
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.cache_files import canonical_hash
 from ngpt_train.data.dataset import Dataset, Examples, path_of
-from ngpt_train.data.sources import open_source
-from ngpt_train.data.sources.source import Shard, Source, place_of
+from ngpt_train.data.sources import documents_by_split
 from ngpt_train.data.tokenizers.tokenizer import Ids, Tokenizer
 
 
@@ -29,18 +27,6 @@ def open_labelled(config: Config, tokenizer: Tokenizer) -> Dataset:
     return Dataset(
         splits[0], splits[1], tokenizer, found, path, {"source": {"kind": source.kind, "revision": source.revision}}
     )
-
-
-def documents_by_split(data: DataConfig) -> tuple[Source, dict[str, list[list[Any]]]]:
-    """The fields of each example, by split, in the order of the files. Raises DataError."""
-    source = open_source(data)
-    documents: dict[str, list[list[Any]]] = {"train": [], "validation": []}
-    held_out = {str(file) for file in source.val_files} | {s.name for s in source.shards if s.held_out}
-    for shard in source.shards or [Shard(str(file), "", (str(file),)) for file in [*source.files, *source.val_files]]:
-        for document in source.documents_of(shard):
-            validates = shard.name in held_out if held_out else place_of(document.encode()) < data.val_fraction
-            documents["validation" if validates else "train"].append(json.loads(document))
-    return source, documents
 
 
 def _examples(split: str, path: Path, documents: list[list[Any]], config: Config, tokenizer: Tokenizer) -> Examples:

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.data.dataset import Pairs
 from ngpt_train.data.masks import Masks
-from ngpt_train.data.pairs import MULTIPLE, WINDOW, PairRows, Pairs, Window, rows_multiple, window_of
+from ngpt_train.data.pair_rows import MULTIPLE, WINDOW, PairRows, Window, rows_multiple, window_of
 from ngpt_train.data.permutation import GOLDEN, mix, shuffled
 from ngpt_train.data.rows import Batch, Rows
 

@@ -24,10 +24,10 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.constants import IGNORED, PADDING
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.best_fit import best_fit
-from ngpt_train.data.dataset import Dataset, Examples, Tokens
+from ngpt_train.data.dataset import Dataset, Examples, Pairs, Tokens
 from ngpt_train.data.label_rows import LabelRows
 from ngpt_train.data.masks import Masks, masks_of
-from ngpt_train.data.pairs import PairRows, Pairs
+from ngpt_train.data.pair_rows import PairRows
 from ngpt_train.data.permutation import permuted
 from ngpt_train.data.tokenizers.tokenizer import Ids, Tokenizer
 

@@ -18,8 +18,7 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_atomically, write_json
 from ngpt_train.core.recorded import measured
 from ngpt_train.data import open_dataset
-from ngpt_train.data.labelled import documents_by_split
-from ngpt_train.data.sources import open_source
+from ngpt_train.data.sources import documents_by_split, open_source
 from ngpt_train.data.tokenizers.tokenizer import tokenizer_identity
 from ngpt_train.distributed.world import join_world
 from ngpt_train.evaluation.restore import Restored, find_trained, restore

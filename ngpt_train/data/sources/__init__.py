@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from functools import partial
+from typing import Any
 
 from ngpt_train.config.schema import DataConfig
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.sources.hub import list_hub
 from ngpt_train.data.sources.local_files import LocalText, list_files, list_library, read_library_file
 from ngpt_train.data.sources.readers import read_file
-from ngpt_train.data.sources.source import Source
+from ngpt_train.data.sources.source import Shard, Source, place_of
 
 
 def open_source(data: DataConfig) -> Source:
@@ -29,3 +31,15 @@ def open_source(data: DataConfig) -> Source:
             f"data.val_files={data.val_files}: all files of data.path={data.path}; none is left to train on"
         )
     return Source("local", reader, {"text_field": data.read_field}, files, val_files=held_out)
+
+
+def documents_by_split(data: DataConfig) -> tuple[Source, dict[str, list[list[Any]]]]:
+    """The fields of each example, by split, in the order of the files. Raises DataError."""
+    source = open_source(data)
+    documents: dict[str, list[list[Any]]] = {"train": [], "validation": []}
+    held_out = {str(file) for file in source.val_files} | {s.name for s in source.shards if s.held_out}
+    for shard in source.shards or [Shard(str(file), "", (str(file),)) for file in [*source.files, *source.val_files]]:
+        for document in source.documents_of(shard):
+            validates = shard.name in held_out if held_out else place_of(document.encode()) < data.val_fraction
+            documents["validation" if validates else "train"].append(json.loads(document))
+    return source, documents

@@ -84,7 +84,12 @@ def test_every_packaged_option_composes() -> None:
     # Sizes of one paper, for which the other recipes have no learning rate.
     owners = {"tnt": "ntransformer", "tnt_baseline": "gpt_encoder_decoder"}
     owners |= {"gpt3_125m": "normformer", "gpt3_355m": "normformer", "nugpt": "ngpt", "training_ngpt": "ngpt"}
-    keys = {"data/local": ["data.path=x"], "data/tokens": ["data.path=x"], "data/hf": ["data.repo=a/b"]}
+    keys = {
+        "data/local": ["data.path=x"],
+        "data/pairs": ["data.path=x"],
+        "data/tokens": ["data.path=x"],
+        "data/hf": ["data.repo=a/b"],
+    }
     # Sizes whose rate the rows of their tables say.
     keys |= {f"scale/{size}": ["optim.lr=1e-3"] for size in ("engpt", "ptb_3l", "wikitext103_6l", "wikitext103_16l")}
     keys |= {"tokenizer/hf": ["tokenizer.path=x"], "data/mixture": ["data.mixture=a 1 local x; b 1 tokens y"]}
