@@ -14,6 +14,10 @@ from ngpt_train.models.powernorm.keys import PowerNormConfig
 if TYPE_CHECKING:
     from ngpt_train.config.schema import Config
 
+NORMS = (
+    *("rms", "layer", "layer_no_bias", "layer_no_gain", "layer_plain"),
+    *("cogview", "dyt", "derf", "pn", "pn_v", "batch"),
+)
 PLACEMENTS = ("pre", "post", "peri", "reordered")
 SUBLAYERS = ("none", "mlp", "attn", "both")
 
@@ -32,10 +36,7 @@ class ComposedConfig(PositionKeys, PowerNormConfig):
         "rms: RMSNorm, which is T5's LayerNorm; layer: LayerNorm, also without its bias, its gain or both "
         "(layer_plain); cogview: LN(x / max|x|); dyt: tanh(alpha x); derf: erf(alpha x + s); pn, pn_v, batch: as "
         "of model=powernorm.",
-        choices=(
-            *("rms", "layer", "layer_no_bias", "layer_no_gain", "layer_plain"),
-            *("cogview", "dyt", "derf", "pn", "pn_v", "batch"),
-        ),
+        choices=NORMS,
     )
     dyt_alpha: float = key(0.5, "Initial value of DyT's and Derf's alpha, which is learned.", above=0)
     norm_placement: str = key(

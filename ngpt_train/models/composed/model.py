@@ -24,7 +24,8 @@ from ngpt_train.models.layers.mlp import MLPS
 from ngpt_train.models.layers.norms import CogViewNorm, Derf, DyT, LayerNorm, LearnedScale, Map, RMSNorm, residual
 from ngpt_train.models.layers.positions import add_positions
 from ngpt_train.models.layers.rope import Rope
-from ngpt_train.models.powernorm.model import NORMS as OVER_BATCH
+from ngpt_train.models.powernorm.keys import OVER_BATCH
+from ngpt_train.models.powernorm.model import NORMS as POWERNORMS
 from ngpt_train.models.powernorm.running_statistics import DecoderOverBatch, NormPass, Output
 
 
@@ -91,8 +92,8 @@ PER_TOKEN: dict[str, Callable[[int, float], nn.Module]] = {
 
 def norm_of(config: ComposedConfig, size: int) -> nn.Module:
     """The norm of config.norm over the last dimension of x `(..., size)`. Only PowerNorm's four have layer-scale."""
-    if config.norm_over_batch or (config.norm == "layer" and config.group_scaling):
-        return OVER_BATCH[config.norm](size, config)
+    if config.norm in OVER_BATCH or (config.norm == "layer" and config.group_scaling):
+        return POWERNORMS[config.norm](size, config)
     return PER_TOKEN[config.norm](size, config.dyt_alpha if config.norm in ("dyt", "derf") else config.norm_eps)
 
 
@@ -169,10 +170,11 @@ class Composition(DecoderOverBatch):
         h = add_positions(h, positions, self.positions) if added else h
         return h if self.norm_embedding is None else self.norm_embedding(h)
 
-    def final_norm(self) -> nn.Module:
-        """The norm after the last block; with `post` the block itself ends with one."""
-        has_one = self.config.placement_of("mlp") != "post"
-        return norm_of(self.config, self.config.d_model) if has_one else nn.Identity()
+
+def final_norm(config: ComposedConfig) -> nn.Module:
+    """The norm after the last block; with `post` the block itself ends with one."""
+    has_one = config.placement_of("mlp") != "post"
+    return norm_of(config, config.d_model) if has_one else nn.Identity()
 
 
 class _ScaledGradient(torch.autograd.Function):
@@ -193,7 +195,7 @@ class Composed(Composition):
 
     def __init__(self, config: ComposedConfig) -> None:
         super().__init__(config, (ComposedBlock(config) for _ in range(config.n_layers)))
-        self.norm_final = self.final_norm()
+        self.norm_final = final_norm(config)
         learned = config.positions == "learned"
         self.positions = nn.Parameter(torch.empty(config.context, config.d_model)) if learned else None
         self.masked_head = MaskedHead(config, self.n_outputs) if config.masked_head else None

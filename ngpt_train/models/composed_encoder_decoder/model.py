@@ -2,11 +2,12 @@
 
 from torch import Tensor
 
-from ngpt_train.models.composed.model import ComposedBlock, Composition
+from ngpt_train.models.composed.model import ComposedBlock, Composition, final_norm
 from ngpt_train.models.composed_encoder_decoder.keys import ComposedEncoderDecoderConfig
 from ngpt_train.models.encoder_decoder import EncoderDecoder
 from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.rope import Rope
+from ngpt_train.models.powernorm.running_statistics import notes_of
 
 
 class ComposedEncoderDecoder(Composition, EncoderDecoder):
@@ -15,11 +16,14 @@ class ComposedEncoderDecoder(Composition, EncoderDecoder):
     config: ComposedEncoderDecoderConfig
 
     def __init__(self, config: ComposedEncoderDecoderConfig) -> None:
-        encoder = (ComposedBlock(config, causal=False) for _ in range(config.n_encoder_layers or config.n_layers))
-        super().__init__(config, encoder, (ComposedBlock(config, cross=True) for _ in range(config.n_layers)))
-        self.norm_encoder = self.final_norm()
-        self.norm_final = self.final_norm()
+        of_encoder, of_decoder = config.parts()
+        encoder = (ComposedBlock(of_encoder, causal=False) for _ in range(config.n_encoder_layers or config.n_layers))
+        super().__init__(config, encoder, (ComposedBlock(of_decoder, cross=True) for _ in range(config.n_layers)))
+        self.norm_encoder, self.norm_final = final_norm(of_encoder), final_norm(of_decoder)
         self.positions = None
+
+    def notes(self) -> list[str]:
+        return notes_of(self.config.parts()[1])  # tokens of the source see later ones anyway
 
     def encode(self, h: Tensor, rope: Rope | None, mask: Mask, valid: Tensor | None) -> Tensor:
         return self.run_norm(self.norm_encoder, self.run_blocks(self.encoder, h, rope, mask, valid), valid)

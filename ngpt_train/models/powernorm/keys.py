@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from ngpt_train.config.schema import Config
 
 
+OVER_BATCH = ("pn", "pn_v", "batch")  # norms that take a statistic over the tokens of a batch
+
+
 @dataclass
 class PowerNormConfig(ModelConfig):
     """The baseline's pre-norm decoder with one of the PowerNorm paper's norms in place of RMSNorm."""
@@ -49,7 +52,7 @@ class PowerNormConfig(ModelConfig):
     @property
     def norm_over_batch(self) -> bool:
         """True if the norms take a statistic over the tokens of a batch."""
-        return self.norm in ("pn", "pn_v", "batch")
+        return self.norm in OVER_BATCH
 
     def kept_beyond_gpt(self) -> int:
         """Each of the two norms over a batch keeps X_hat in fp32, as much as two values of half precision."""

@@ -237,11 +237,16 @@ class DecoderOverBatch(Decoder):
         }
 
     def notes(self) -> list[str]:
-        norm, warmup_steps = self.config.norm, int(self.config.psi_warmup_steps)
-        if not self.config.norm_over_batch or (norm == "pn" and warmup_steps == 0):
-            return []
-        when = f"in the first {warmup_steps} steps" if norm == "pn" else "in training"
-        return [
-            f"model.norm={norm} uses the statistics of the batch {when}, later tokens included: the training "
-            "loss is too low there. Validation uses running statistics and is causal."
-        ]
+        return notes_of(self.config)
+
+
+def notes_of(config: PowerNormConfig) -> list[str]:
+    """Where norms of a causal model see later tokens."""
+    norm, warmup_steps = config.norm, int(config.psi_warmup_steps)
+    if not config.norm_over_batch or config.bidirectional or (norm == "pn" and warmup_steps == 0):
+        return []
+    when = f"in the first {warmup_steps} steps" if norm == "pn" else "in training"
+    return [
+        f"model.norm={norm} uses the statistics of the batch {when}, later tokens included: the training "
+        "loss is too low there. Validation uses running statistics and is causal."
+    ]

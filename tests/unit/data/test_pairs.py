@@ -141,6 +141,29 @@ def test_padding_changes_nothing(norm: str, tmp_path: Path) -> None:
     assert bool(state) == (norm in OVER_BATCH)
 
 
+def test_norms_apart(tmp_path: Path) -> None:
+    """Caught: the encoder's norm in the decoder or at its end; group scaling before the decoder's LayerNorm; an
+    explicit norm that is not the implicit one; a warm-up without its length."""
+    given = ["model.vocab_size=257", "model.norm=pn", "schedule.warmup_steps=7"]
+    both, same, apart, turned = (
+        config_of(tmp_path, *given, *more).model
+        for more in (
+            [],
+            ["model.decoder_norm=pn"],
+            ["model.decoder_norm=layer"],
+            ["model.norm=layer", "model.decoder_norm=pn"],
+        )
+    )
+    found = [set(build_model(model).statistics()) for model in (both, same, apart, turned)]
+    assert found[0] == found[1] == found[2] | found[3]
+    assert {name.split(".")[0] for name in found[2]} == {"encoder", "norm_encoder"}
+    assert {name.split(".")[0] for name in found[3]} == {"layers", "norm_final"}
+    for model, norms in ((apart, "layers"), (turned, "encoder")):
+        assert model.psi_warmup_steps == 7  # type: ignore[attr-defined]
+        other = getattr(build_model(model), norms)[0].norm_mlp
+        assert (type(other).__name__, getattr(other, "groups", 0)) == ("LayerNorm", 0)
+
+
 def test_one_matrix_for_all_three(tmp_path: Path) -> None:
     config = config_of(tmp_path, "model.shared_source=true", "model.tied_embeddings=true", "model.vocab_size=300")
     model = build_model(config.model)
