@@ -89,8 +89,8 @@ class Config:
         self.schedule.resolve(self, origins)
         if self.data.label_field is not None and model.n_classes is None:
             model.n_classes = len(self.data.labels or [""])
-        if hasattr(model, "translates"):
-            model.translates = self.data.translation_field is not None
+        if self.data.translation_field is not None and hasattr(model, "translates"):
+            model.translates = True
         if self.data.objective == AUTO:
             self.data.objective = model.objective
         model.settle_starts(model.measured_starts(self.scale.name))

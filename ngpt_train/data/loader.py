@@ -116,14 +116,14 @@ class PairReader(Reader):
         rows = config.train.rows_per_step
         self._rows, self._batch_rows, self._seed = PairRows(pairs), rows, config.run.seed
         self._most_tokens = rows * config.model.context
+        self._window = functools.lru_cache(maxsize=2)(self._window_of)
         if rows_multiple(rows) % world_size:
             raise ConfigError(
                 f"train.batch_rows={rows}: batches of pairs have multiples of {rows_multiple(rows)} rows, which "
                 f"{world_size} ranks cannot share evenly\n  Use 1, 2, 4 or 8 ranks, and a multiple of {MULTIPLE} rows"
             )
 
-    @functools.lru_cache(maxsize=2)  # noqa: B019 - a run has one reader
-    def _window(self, number: int) -> Window:
+    def _window_of(self, number: int) -> Window:
         return window_of(self._rows.pairs.lengths, number, self._batch_rows, self._most_tokens, self._seed)
 
     def size_of_step(self, rows: int, batch_rows: int) -> int:

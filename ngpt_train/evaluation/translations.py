@@ -35,6 +35,7 @@ def translations(
 
     A text that is longer than half a row is cut, and the log says how many are.
     """
+    model.eval()  # without dropout
     limit, device = model.config.context // 2, model.embedding.device
     ids = [tokenizer.encode(text) for text in texts]
     if too_long := sum(len(one) + 1 > limit for one in ids):
@@ -56,6 +57,11 @@ def _batches(lengths: Sequence[int], n_beams: int) -> Iterator[list[int]]:
         n = max(1, BATCH_TOKENS // (lengths[order[0]] * n_beams))
         yield order[:n]
         order = order[n:]
+
+
+def one_line(text: str) -> str:
+    """The text with a space for each line break, so that line k of a file is text k."""
+    return " ".join(text.splitlines())
 
 
 def scores(found: Sequence[str], references: Sequence[str]) -> dict[str, Any]:

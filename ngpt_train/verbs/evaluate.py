@@ -22,7 +22,7 @@ from ngpt_train.data.sources import documents_by_split, open_source
 from ngpt_train.data.tokenizers.tokenizer import tokenizer_identity
 from ngpt_train.distributed.world import join_world
 from ngpt_train.evaluation.restore import Restored, find_trained, restore
-from ngpt_train.evaluation.translations import scores, translations
+from ngpt_train.evaluation.translations import one_line, scores, translations
 from ngpt_train.evaluation.trust import is_text_of, taken
 from ngpt_train.evaluation.validation import Evaluations, file_name
 from ngpt_train.models.encoder_decoder import EncoderDecoder
@@ -210,11 +210,6 @@ def on_translations(config: Config, overrides: Sequence[str]) -> int:
                 write_atomically(out.with_name(name), "".join(f"{line}\n" for line in lines).encode())
             write(out, result, files)
     return 0
-
-
-def one_line(text: str) -> str:
-    """The text with a space for each line break, so that line k of a file is text k."""
-    return " ".join(text.splitlines())
 
 
 def output(config: Config, *beside: str) -> tuple[Path | None, list[str]]:

@@ -19,9 +19,14 @@ from ngpt_train.distributed.layouts import resolve_compile
 from ngpt_train.distributed.world import World, resolve_device
 from ngpt_train.evaluation.continued_prompts import Text, Texts
 from ngpt_train.evaluation.restore import Restored, find_trained, restore
-from ngpt_train.evaluation.translations import translations
+from ngpt_train.evaluation.translations import one_line, translations
 from ngpt_train.models.encoder_decoder import EncoderDecoder
 
+OF_BEAMS = {"generate.beams", "generate.length_penalty"}
+OF_TRANSLATIONS = OF_BEAMS | {
+    f"generate.{name}"
+    for name in ("checkpoint", "average", "weights", "prompt", "prompts", "interactive", "max_new_tokens", "out")
+}
 MOST_BYTES = 1 << 30  # of a file of prompts
 
 
@@ -38,6 +43,10 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     translates = trained.config.model.objective == "translation"
     if not translates and (problem := trained.config.model.refuses_text()):
         raise mistake(f"generate.checkpoint={wanted.checkpoint}: {problem}", "Choose a causal model's checkpoint")
+    given = {override.partition("=")[0].strip() for override in overrides if override.startswith("generate.")}
+    if idle := sorted(given - OF_TRANSLATIONS if translates else given & OF_BEAMS):
+        what = "translates, by beam search" if translates else "continues texts, by sampling"
+        raise mistake(f"{', '.join(idle)}: without an effect, the model {what}", "Leave it out")
     world = World(rank=0, size=1, local_rank=0, device=resolve_device(config.train.device, local_rank=0))
     restored = restore(trained, config, world)
     if translates:
@@ -70,7 +79,7 @@ def write_translations(restored: Restored, wanted: GenerateConfig, prompts: Iter
     assert isinstance(restored.model, EncoderDecoder)
     translated = partial(
         translations,
-        restored.model.eval(),
+        restored.model,
         restored.tokenizer,
         n_beams=wanted.beams,
         length_penalty=wanted.length_penalty,
@@ -80,7 +89,7 @@ def write_translations(restored: Restored, wanted: GenerateConfig, prompts: Iter
         # A typed line is answered before the next one is read.
         for part in ([prompt] for prompt in prompts) if wanted.interactive else [list(prompts)]:
             for found in translated(part):
-                print(" ".join(found.text.splitlines()), flush=True)
+                print(one_line(found.text), flush=True)
         return
     sources = list(prompts)
     lines = [

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from ngpt_train.config.keys import AUTO
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config, build, schema_keys
 from ngpt_train.config.stored import to_dict
-from ngpt_train.config.validate import check_leaf, report_together
+from ngpt_train.config.validate import check_leaf, report_together, show
 from ngpt_train.core.errors import DataError
 from ngpt_train.models import build_model
 from ngpt_train.models.decoder import Decoder
@@ -58,6 +60,19 @@ class Layout:
                 f"config.json: {NOTE}.model is missing: it holds the keys of model.*. Export the model again"
             )
         return keys, dict(weights)
+
+
+def differing_key(config: ModelConfig, form: Mapping[str, Any], free: Collection[str]) -> tuple[str, str] | None:
+    """The first key of model.*, with its value, that differs from `form`, or where that is silent from the default, and
+    the value there. free: keys that may differ."""
+    if (n_kv_heads := config.n_kv_heads) not in (None, config.n_heads):
+        return f"model.n_kv_heads={n_kv_heads}", "as many as model.n_heads"
+    defaults = type(config)()
+    for field in dataclasses.fields(config):
+        value, wanted = getattr(config, field.name), form.get(field.name, getattr(defaults, field.name))
+        if field.name not in free and value != wanted and not (wanted == AUTO and value == 0):
+            return f"model.{field.name}={show(value)}", show(wanted)
+    return None
 
 
 def checked_config(keys: Mapping[str, Any], schema: type[Keys], place: str) -> Keys:

@@ -7,18 +7,15 @@ every matrix as (out, in): ours that write to the residual stream are transposed
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ngpt_train.config.keys import AUTO
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.config.validate import show
 from ngpt_train.core.errors import DataError
-from ngpt_train.interop.layouts.layout import NOTE, Layout, check_tensors, empty_model, shapes_of
+from ngpt_train.interop.layouts.layout import NOTE, Layout, check_tensors, differing_key, empty_model, shapes_of
 from ngpt_train.models.composed_encoder_decoder.keys import ComposedEncoderDecoderConfig
 from ngpt_train.models.layers.positions import sinusoids
 
@@ -95,13 +92,8 @@ class MarianLayout(Layout):
     def refusal(self, config: ModelConfig) -> str | None:
         if type(config) is not ComposedEncoderDecoderConfig:
             return f"model.name={config.name}: MarianMTModel is a form of model=composed_encoder_decoder"
-        if config.n_kv_heads not in (None, config.n_heads):
-            return f"model.n_kv_heads={config.n_kv_heads}: MarianMTModel has as many as model.n_heads"
-        defaults = ComposedEncoderDecoderConfig()
-        for field in dataclasses.fields(config):
-            value, wanted = getattr(config, field.name), FORM.get(field.name, getattr(defaults, field.name))
-            if field.name not in FREE and value != wanted and not (wanted == AUTO and value == 0):
-                return f"model.{field.name}={show(value)}: MarianMTModel has {show(wanted)}"
+        if found := differing_key(config, FORM, FREE):
+            return f"{found[0]}: MarianMTModel has {found[1]}"
         if (config.placement_of("attn"), config.placement_of("mlp")) != ("post", "post"):
             return "model.norm_placement: MarianMTModel has post in attention and MLP"
         return None

@@ -7,18 +7,15 @@ attention_mask. The tables of token types, which RoBERTa does not use, have one 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ngpt_train.config.keys import AUTO
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.config.validate import show
 from ngpt_train.core.errors import DataError
-from ngpt_train.interop.layouts.layout import NOTE, Layout, check_tensors, empty_model, shapes_of
+from ngpt_train.interop.layouts.layout import NOTE, Layout, check_tensors, differing_key, empty_model, shapes_of
 from ngpt_train.models.composed.keys import ComposedConfig
 
 # RoBERTa's form, as keys of model.*.
@@ -83,13 +80,8 @@ class RobertaLayout(Layout):
     def refusal(self, config: ModelConfig) -> str | None:
         if type(config) is not ComposedConfig:
             return f"model.name={config.name}: RobertaForMaskedLM is a form of model=composed"
-        if config.n_kv_heads not in (None, config.n_heads):
-            return f"model.n_kv_heads={config.n_kv_heads}: RobertaForMaskedLM has as many as model.n_heads"
-        defaults = ComposedConfig()
-        for field in dataclasses.fields(config):
-            value, wanted = getattr(config, field.name), FORM.get(field.name, getattr(defaults, field.name))
-            if field.name not in FREE and value != wanted and not (wanted == AUTO and value == 0):
-                return f"model.{field.name}={show(value)}: RobertaForMaskedLM has {show(wanted)}"
+        if found := differing_key(config, FORM, FREE):
+            return f"{found[0]}: RobertaForMaskedLM has {found[1]}"
         if (config.placement_of("attn"), config.placement_of("mlp")) != ("post", "post"):
             return "model.norm_placement: RobertaForMaskedLM has post in attention and MLP"
         return None

@@ -47,6 +47,8 @@ def test_a_run_translates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert [one["text"] for k, one in enumerate(written) if k != 3] == [x for k, x in enumerate(found) if k != 3]
     assert main([*generate, "generate.max_new_tokens=3", "generate.beams=1"]) == 0
     assert {len(line.encode()) for line in capsys.readouterr().out.splitlines()} <= {0, 1, 2, 3}
+    assert main([*generate, "generate.temperature=0"]) == 2
+    assert "generate.temperature: without an effect, the model translates" in capsys.readouterr().err
     assert main(evaluate) == 0
     fit = [pair for pair in pairs if 1 + max(len(text.encode()) for text in pair.values()) <= 64]
     assert 10 < len(fit) < 20  # the others are left out
@@ -59,5 +61,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *run, f"run.root={tmp_path}", "run.name=g", "train.steps=1"]) == 0
     assert main(["evaluate", f"evaluate.checkpoint={tmp_path / 'g'}", "evaluate.beams=2"]) == 2
     assert "evaluate.beams=2: the model does not translate" in capsys.readouterr().err
+    assert main(["generate", f"generate.checkpoint={tmp_path / 'g'}", "generate.beams=2"]) == 2
+    assert "generate.beams: without an effect, the model continues" in capsys.readouterr().err
     assert main(["train", *run, f"run.root={tmp_path}", "run.name=h", "data.translation_field=x"]) == 2
     assert "data.translation_field=x, model.name=gpt" in capsys.readouterr().err
