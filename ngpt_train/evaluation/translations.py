@@ -35,7 +35,7 @@ def translations(
 
     A text that is longer than half a row is cut, and the log says how many are.
     """
-    model.eval()  # without dropout
+    model.eval()  # norms over the batch take their running statistics
     limit, device = model.config.context // 2, model.embedding.device
     ids = [tokenizer.encode(text) for text in texts]
     if too_long := sum(len(one) + 1 > limit for one in ids):
