@@ -119,6 +119,7 @@ class Config:
         yield from self.checkpoint.conflicts(self.eval)
         yield from self.eval.context_conflicts(self)
         yield from self.eval.conflicts()
+        yield from self.eval.translation_conflicts(self, world_size)
         yield from self.evaluate.length.conflicts(self.eval)
 
 

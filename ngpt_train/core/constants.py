@@ -8,10 +8,12 @@ Constraint = Literal["free", "sphere", "ball"]  # where a step leaves the rows o
 MILLION = 1_000_000  # of a target that is a number, because targets are integers
 # Of an eval record: the share of masked tokens or labels that are right, and other metrics of labels.
 ANSWERED = ("accuracy", "f1", "matthews", "pearson", "spearman")
-# What `compare` compares, and its unit; less is better. Metrics of answers count from 1 down.
+TRANSLATED = ("bleu", "sacrebleu", "chrf")  # of an eval record: scores of translations, up to 100
+# What `compare` compares, and its unit; less is better. Metrics of answers count from 1 down, of translations from 100.
 METRICS = {
     "loss": "nats per token",
     "bits_per_byte": "bits per byte",
     "error": "share of wrong answers",
     **{name: f"1 - {name}" for name in ANSWERED if name != "accuracy"},
+    **{name: f"100 - {name}" for name in TRANSLATED},
 }

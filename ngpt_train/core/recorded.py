@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngpt_train.core.constants import ANSWERED
+from ngpt_train.core.constants import ANSWERED, TRANSLATED
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import json_lines, read_json
 
@@ -76,7 +76,7 @@ RECORDS: Mapping[str, Fields] = {
     "eval": {
         **SO_FAR,
         **dict.fromkeys(("loss", "ppl", "bits_per_byte"), AMOUNT),
-        **dict.fromkeys(ANSWERED, NUMBER),
+        **dict.fromkeys((*ANSWERED, *TRANSLATED), NUMBER),
         **{"rows": COUNT, "n_targets": COUNT, "rows_hash": TEXT},
     },
     "telemetry": {**SO_FAR, "kind": TEXT, "": NUMBER},
@@ -162,8 +162,9 @@ def printable(line: str) -> str:
 
 def measured(record: Record, digits: int) -> str:
     """The metrics of an eval record beside its loss: `ppl 53.9  bits/byte 1.521` of a text, `accuracy 0.8123  f1 0.79`
-    of labels, both of masked tokens."""
+    of labels, both of masked tokens, and the scores of translations."""
     found = [f"{name} {record[name]:.{digits}f}" for name in ANSWERED if name in record]
+    found += [f"{name} {record[name]:.2f}" for name in TRANSLATED if name in record]
     if math.isfinite(bits := record["bits_per_byte"]):
         found = [f"ppl {record['ppl']:.{digits}g}", f"bits/byte {bits:.{digits}f}", *found]
     return "  ".join(found)
@@ -172,4 +173,6 @@ def measured(record: Record, digits: int) -> str:
 def compared(record: Mapping[str, Any], metric: str) -> float | None:
     """The value of one of METRICS in an eval record; None if it has none."""
     value = record.get("accuracy" if metric == "error" else metric)
-    return value if value is None or metric in ("loss", "bits_per_byte") else 1 - value
+    if value is None or metric in ("loss", "bits_per_byte"):
+        return value
+    return (100 if metric in TRANSLATED else 1) - value

@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ngpt_train.config.schema import Config
+from ngpt_train.core.constants import TRANSLATED
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.recorded import Record
+from ngpt_train.data.sources import documents_by_split
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.sampling import opened, row_of
+from ngpt_train.evaluation.translations import scores, translated_pairs
 from ngpt_train.evaluation.validation import Evaluations, RowFiles, evaluating
+from ngpt_train.models.encoder_decoder import EncoderDecoder
 from ngpt_train.training.guards import explain_out_of_memory
 from ngpt_train.training.loop import Hook, TrainingRun, due
 from ngpt_train.training.state import TrainState
@@ -25,7 +29,8 @@ class Validations(Hook):
     """Logs an eval record at the first and the last step and every eval.every steps, and a sample of text after each.
     Writes the losses of the rows into `directory`/evals.
 
-    validated: called on rank 0 with the step and the loss. sample: from `sampling_of`.
+    validated: called on rank 0 with the step and the loss. sample: from `sampling_of`. score: from `translating_of`,
+    called at the last step.
     """
 
     def __init__(
@@ -34,9 +39,10 @@ class Validations(Hook):
         directory: Path,
         validated: Callable[[int, float], None],
         sample: Callable[[TrainState], dict[str, str]] | None,
+        score: Callable[[TrainState], dict[str, float]] | None,
     ) -> None:
         self._validation, self._directory = validation, directory
-        self._validated, self._sample = validated, sample
+        self._validated, self._sample, self._score = validated, sample, score
         self._files: RowFiles | None = None
         self.last: Record = {}  # the metrics of the last validation
 
@@ -63,6 +69,8 @@ class Validations(Hook):
         with explain_out_of_memory(state.micro_rows), run.during("the validation at step", run.step):
             losses = self._validation.row_losses(state.model, state.world, last=run.step >= run.last)
             self.last = self._validation.metrics(losses)
+            if self._score is not None and run.step >= run.last:
+                self.last |= self._score(state)
             if self._files is not None:
                 try:
                     self._files.write(run.step, losses)
@@ -117,6 +125,25 @@ def sampling_of(config: Config, tokenizer: Tokenizer) -> Callable[[TrainState], 
         return {"prompt": given, "text": whole.removeprefix(given)}
 
     return sample
+
+
+def translating_of(config: Config, tokenizer: Tokenizer) -> Callable[[TrainState], dict[str, float]] | None:
+    """A function that translates the held-out pairs and scores them; None without eval.beams.
+
+    Calling it is collective. Raises DataError where the pairs cannot be read.
+    """
+    n_beams = config.eval.beams
+    if n_beams is None:
+        return None
+    pairs = documents_by_split(config.data)[1]["validation"]
+
+    def score(state: TrainState) -> dict[str, float]:
+        assert isinstance(state.model, EncoderDecoder)
+        with evaluating(state.model, state.world):
+            found = translated_pairs(state.model, tokenizer, pairs, state.world, n_beams, length_penalty=1.0)
+        return {name: value for name, value in scores(*found).items() if name in TRANSLATED}
+
+    return score
 
 
 def tasks_of(config: Config, world: World) -> Tasks | None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
+from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.beam_search import translate
 from ngpt_train.models.encoder_decoder import EncoderDecoder
 
@@ -46,7 +47,7 @@ def translations(
         of_batch = [sources[number].to(device) for number in batch]
         kept = translate(model, of_batch, tokenizer.eos, n_beams, length_penalty, max_new_tokens)
         for number, (best, *_) in zip(batch, kept, strict=True):
-            found[number] = Translation(tokenizer.decode(best.ids), best.score)
+            found[number] = Translation(whole_words(tokenizer.decode(best.ids), tokenizer), best.score)
     return [found[number] for number in range(len(texts))]
 
 
@@ -59,17 +60,44 @@ def _batches(lengths: Sequence[int], n_beams: int) -> Iterator[list[int]]:
         order = order[n:]
 
 
+def whole_words(text: str, tokenizer: Tokenizer) -> str:
+    """The text of a tokenizer of words without subword-nmt's marks: `un@@ related` is one word."""
+    return text.replace("@@ ", "") if tokenizer.kind == "words" else text
+
+
+def translated_pairs(
+    model: EncoderDecoder,
+    tokenizer: Tokenizer,
+    pairs: Sequence[Sequence[str]],
+    world: World,
+    n_beams: int,
+    length_penalty: float,
+) -> tuple[list[str], list[str]]:
+    """Translations and references, a line each, in the order of the pairs. A collective call: each rank, which has
+    whole weights, translates a part."""
+    mine = [source for source, _ in pairs[world.rank :: world.size]]
+    found = world.gather(translations(model, tokenizer, mine, n_beams, length_penalty))
+    texts = [one_line(found[k % world.size][k // world.size].text) for k in range(len(pairs))]
+    return texts, [one_line(whole_words(reference, tokenizer)) for _, reference in pairs]
+
+
 def one_line(text: str) -> str:
     """The text with a space for each line break, so that line k of a file is text k."""
     return " ".join(text.splitlines())
 
 
-def scores(found: Sequence[str], references: Sequence[str]) -> dict[str, Any]:
+def scores(found: Sequence[str], references: Sequence[str], moses: str | None = None) -> dict[str, Any]:
     """Of sacrebleu, all from 0 to 100: `bleu` of the words between white space, as papers with tokenized texts count;
-    `sacrebleu`, which tokenizes by itself, and `chrf`, each with its signature."""
+    `sacrebleu`, which tokenizes by itself, and `chrf`, each with its signature. moses: the language of texts that Moses
+    has tokenized, which the last two see without its spaces and escapes."""
     from sacrebleu.metrics import BLEU, CHRF  # of the extra [eval]
 
     result: dict[str, Any] = {"bleu": BLEU(tokenize="none").corpus_score(found, [references]).score}
+    if moses is not None:
+        from sacremoses import MosesDetokenizer
+
+        detokenizer = MosesDetokenizer(lang=moses)
+        found, references = ([detokenizer.detokenize(x.split()) for x in texts] for texts in (found, references))
     for name, metric in (("sacrebleu", BLEU()), ("chrf", CHRF())):
         result[name] = metric.corpus_score(found, [references]).score
         result[f"{name}_signature"] = str(metric.get_signature())

@@ -22,7 +22,7 @@ from ngpt_train.data.sources import documents_by_split, open_source
 from ngpt_train.data.tokenizers.tokenizer import tokenizer_identity
 from ngpt_train.distributed.world import join_world
 from ngpt_train.evaluation.restore import Restored, find_trained, restore
-from ngpt_train.evaluation.translations import one_line, scores, translations
+from ngpt_train.evaluation.translations import scores, translated_pairs
 from ngpt_train.evaluation.trust import is_text_of, taken
 from ngpt_train.evaluation.validation import Evaluations, file_name
 from ngpt_train.models.encoder_decoder import EncoderDecoder
@@ -175,7 +175,7 @@ def on_translations(config: Config, overrides: Sequence[str]) -> int:
     """
     own = config.evaluate
     trained = find_trained(
-        "evaluate", config, overrides, also_used=("data", "evaluate.beams", "evaluate.length_penalty")
+        "evaluate", config, overrides, also_used=("data", "evaluate.beams", "evaluate.length_penalty", "evaluate.moses")
     )
     if trained.config.model.objective != "translation":
         raise mistake(f"evaluate.beams={own.beams}: the model does not translate", "Leave it out")
@@ -187,10 +187,9 @@ def on_translations(config: Config, overrides: Sequence[str]) -> int:
     world = join_world(config)
     restored = restore(trained, config, world)
     assert isinstance(restored.model, EncoderDecoder)
-    mine = [source for source, _ in pairs[world.rank :: world.size]]
-    found = world.gather(translations(restored.model, restored.tokenizer, mine, own.beams or 1, own.length_penalty))
-    texts = [one_line(found[k % world.size][k // world.size].text) for k in range(len(pairs))]
-    references = [one_line(reference) for _, reference in pairs]
+    texts, references = translated_pairs(
+        restored.model, restored.tokenizer, pairs, world, own.beams or 1, own.length_penalty
+    )
     if world.is_main:
         result = {
             **identity(restored),
@@ -198,7 +197,7 @@ def on_translations(config: Config, overrides: Sequence[str]) -> int:
             "pairs": len(pairs),
             "beams": own.beams,
             "length_penalty": own.length_penalty,
-            **scores(texts, references),
+            **scores(texts, references, own.moses),
         }
         print(
             f"{described(restored)} on {result['data']} ({len(pairs):,} pairs), {own.beams} beams: BLEU "

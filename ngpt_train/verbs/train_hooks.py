@@ -14,7 +14,7 @@ from ngpt_train.core.files import write_json
 from ngpt_train.data.dataset import Dataset
 from ngpt_train.data.epochs import epoch_rows, many_epochs
 from ngpt_train.data.tokenizers import write_tokenizer
-from ngpt_train.evaluation.in_training import TaskScores, Validations, sampling_of
+from ngpt_train.evaluation.in_training import TaskScores, Validations, sampling_of, translating_of
 from ngpt_train.evaluation.validation import Evaluations
 from ngpt_train.observe.meters import Meter, Profiler
 from ngpt_train.observe.telemetry.collector import ObservedSteps, Telemetry
@@ -71,7 +71,8 @@ def add_hooks(
     run.hooks.append(Watchdog(world, config.parallel.hang_seconds, hung))  # at once: it ends the job if the rest fails
     saves = SaveCheckpoints(run, checkpoints, lambda checkpoint: directory.saved(step_of(checkpoint)), add_files)
     sample = sampling_of(config, data.tokenizer)
-    validations = Validations(evaluations, directory.path, checkpoints.validated, sample)
+    score = translating_of(config, data.tokenizer)
+    validations = Validations(evaluations, directory.path, checkpoints.validated, sample, score)
     sizes = epoch_rows(data, config) if world.is_main else {}
     warnings = [f"warning: {warning}" for warning in many_epochs(sizes, config)]
     notes = [*evaluations.notes(), *(tasks.notes() if tasks else []), *warnings]

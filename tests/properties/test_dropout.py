@@ -11,7 +11,8 @@ from ngpt_train.core.errors import ConfigError
 from ngpt_train.distributed.recomputation import recomputed
 from ngpt_train.kernels import dropout
 from ngpt_train.kernels.dropout import row_seeds
-from ngpt_train.models import Decoder
+from ngpt_train.models import Decoder, build_model
+from ngpt_train.models.composed.keys import ComposedConfig
 from ngpt_train.models.layers.dropout import number_places
 from tests.properties.architectures import ARCHITECTURES, SMALL, Architecture, documents, jittered, random_batch
 
@@ -78,6 +79,28 @@ def test_embedding_dropout(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if ARCHITECTURES[name].on_sphere:
             expected = expected / expected.norm(dim=-1, keepdim=True)
         torch.testing.assert_close(h, expected, rtol=1e-12, atol=0)
+
+
+def test_activation_dropout_is_before_the_norm_of_the_hidden_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """W_down sees twice the kept values; with ffn_norm=norm a doubled hidden state is the same. The other places drop
+    what they dropped without it."""
+    monkeypatch.setattr(dropout, "kept", lambda p, seeds, shape: torch.full(shape, True))
+    keys = {"d_mlp": 24, "mlp": "plain", "activation": "relu", "norm_eps": 1e-30, "vocab_size": 20}
+    keys |= {"n_layers": 2, "d_model": 16, "n_heads": 2, "psi_warmup_steps": 0, "group_scaling": 0}
+    tokens = torch.randint(0, 20, (ROWS, T))
+    for ffn_norm, factor in (("none", 2), ("norm", 1)):
+        logits = []
+        for p in (0.5, 0.0):
+            shape = ComposedConfig(**keys, ffn_norm=ffn_norm, activation_dropout=p)
+            torch.manual_seed(0)
+            model = build_model(shape).double().train()
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64))
+                    if p == 0 and "w_down" in name.split("."):
+                        parameter *= factor
+                logits.append(model(tokens, seeds=seeds()))
+        torch.testing.assert_close(*logits, rtol=1e-9, atol=1e-9)
 
 
 @architectures

@@ -102,6 +102,13 @@ class DataConfig:
         "Text that validates in place of a share of the documents: file, directory or glob (local), or glob of the "
         "data set's files (hf). Prepared text alone.",
     )
+    val_range: Union[list[float], None] = key(
+        None,
+        "Of the examples or pairs of data.val_files those whose hash, from 0 to 1, lies in [low, high): [0,0.5] "
+        "validates and [0.5,1] is left for a test. null: all.",
+        minimum=0,
+        maximum=1,
+    )
     keep_empty: bool = key(
         False, "An empty document is kept, as an eos: where each is a line of a text. Prepared text alone."
     )
@@ -211,6 +218,12 @@ class DataConfig:
         yield from self._mask_conflicts()
         yield from self._label_conflicts(model)
         yield from self._translation_conflicts()
+        if self.val_range is not None:
+            if self.val_files is None or not (self.label_field or self.translation_field):
+                problem = "a part of files that hold examples or pairs for validation alone"
+                yield "data.val_range data.val_files", problem, "Name them with data.val_files, or leave it out"
+            if len(self.val_range) != 2 or self.val_range[0] >= self.val_range[1]:
+                yield "data.val_range", "not a low and a higher end", "For example data.val_range=[0,0.5]"
 
     def _translation_conflicts(self) -> Iterator[Conflict]:
         if self.translation_field is None:

@@ -49,6 +49,13 @@ class EvalConfig:
         "far as whole rows allow: metrics loss_ctx2048 and so on. null: none.",
         **COUNT,
     )
+    beams: Union[int, None] = key(
+        None,
+        "Of a model that translates: the last validation translates the held-out pairs too, by beam search with so "
+        "many hypotheses, for BLEU and chrF. null: the loss alone.",
+        minimum=1,
+        maximum=1000,
+    )
     tasks: Union[list[str], None] = key(
         None,
         "Tasks of lm-evaluation-harness, such as [arc_easy,piqa], or of tasks_path; tasks=NAME names a list of them. "
@@ -94,6 +101,18 @@ class EvalConfig:
             problem = "documents that fit together in one context are others in another"
             fix = "Leave eval.contexts out, or `evaluate` with data.pack=concat"
             yield "eval.contexts data.pack", f"{problem}, so the text would not be the same", fix
+
+    def translation_conflicts(self, config: Config, world_size: int) -> Iterator[Conflict]:
+        """What eval.beams cannot translate with."""
+        if self.beams is None:
+            return
+        if config.model.objective != "translation":
+            yield "eval.beams data.objective", "the model does not translate", "Leave eval.beams out"
+        if find_spec("sacrebleu") is None:
+            yield "eval.beams", "the package sacrebleu is not installed", "pip install 'ngpt-train[eval]'"
+        if world_size > 1 and config.parallel.kind != "ddp":
+            fix = "Set parallel=ddp, or translate afterwards: ngpt-train evaluate evaluate.beams=5"
+            yield "eval.beams parallel.kind", "the search needs whole weights on each rank", fix
 
 
 def check_contexts(config: Config) -> None:

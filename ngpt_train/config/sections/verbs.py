@@ -117,11 +117,20 @@ class EvaluateConfig(CheckpointKeys):
         **BEAMS,
     )
     length_penalty: float = key(1.0, LENGTH_PENALTY, minimum=0, maximum=100)
+    moses: Union[str, None] = key(
+        None,
+        "With beams, of texts that Moses has tokenized: the language of the translations, such as en. sacrebleu's BLEU "
+        "and chrF then see them without its spaces and escapes.",
+    )
 
     def refused(self, config: Config) -> Iterator[Conflict]:
         yield from super().refused(config)
         if self.beams is not None and find_spec("sacrebleu") is None:
             yield "evaluate.beams", "the package sacrebleu is not installed", "pip install 'ngpt-train[eval]'"
+        if self.moses is not None and self.beams is None:
+            yield "evaluate.moses evaluate.beams", "nothing is translated", "Set evaluate.beams=5, or leave it out"
+        if self.moses is not None and find_spec("sacremoses") is None:
+            yield "evaluate.moses", "the package sacremoses is not installed", "pip install 'ngpt-train[eval]'"
         if self.out is not None and self.out.endswith(".npz"):
             fix = f"For example evaluate.out={self.out.removesuffix('.npz')}.json"
             yield "evaluate.out", "the losses of rows take this name, the result is JSON", fix

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import platform
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ngpt_train.config.schema import DataConfig
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.sources.hub import list_hub
 from ngpt_train.data.sources.local_files import LocalText, list_files, list_library, read_library_file
-from ngpt_train.data.sources.readers import read_file
+from ngpt_train.data.sources.readers import read_aligned, read_file
 from ngpt_train.data.sources.source import Shard, Source, place_of
 
 
@@ -23,6 +24,10 @@ def open_source(data: DataConfig) -> Source:
     if data.on_hub:
         return list_hub(data)
     assert data.path is not None
+    if data.translation_field and Path(f"{data.path}.{data.text_field}").expanduser().is_file():
+        files = [Path(path).expanduser() for path in (data.path, data.val_files) if path is not None]
+        aligned = LocalText(partial(read_aligned, text_field=data.read_field))
+        return Source("local", aligned, {"text_field": data.read_field}, files[:1], val_files=files[1:])
     reader = LocalText(partial(read_file, text_field=data.read_field))
     held_out = [] if data.val_files is None else list_files(data.val_files, "data.val_files")
     files = [file for file in list_files(data.path) if file not in held_out]
@@ -40,6 +45,8 @@ def documents_by_split(data: DataConfig) -> tuple[Source, dict[str, list[list[An
     held_out = {str(file) for file in source.val_files} | {s.name for s in source.shards if s.held_out}
     for shard in source.shards or [Shard(str(file), "", (str(file),)) for file in [*source.files, *source.val_files]]:
         for document in source.documents_of(shard):
-            validates = shard.name in held_out if held_out else place_of(document.encode()) < data.val_fraction
-            documents["validation" if validates else "train"].append(json.loads(document))
+            place = place_of(document.encode())
+            validates = shard.name in held_out if held_out else place < data.val_fraction
+            if not (validates and held_out and data.val_range) or data.val_range[0] <= place < data.val_range[1]:
+                documents["validation" if validates else "train"].append(json.loads(document))
     return source, documents

@@ -9,7 +9,7 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -179,6 +179,28 @@ def _read_tsv(path: Path, file: BinaryIO, text_field: str) -> Iterator[str]:
         yield document_of(dict(zip(names, values, strict=False)), where, "column", text_field)
 
 
+def read_aligned(path: Path, text_field: str) -> Iterator[str]:
+    """Pairs from two files, PATH.SOURCE and PATH.TARGET, whose lines k belong together, for text_field SOURCE,TARGET.
+    Raises DataError if one has more lines than the other."""
+    languages = text_field.split(",")
+    files = [path.with_name(f"{path.name}.{language}") for language in languages]
+    lines = [_lines_of(file) for file in files]
+    if len(lines[0]) != len(lines[1]):
+        counts = " and ".join(f"{file} has {len(of_file):,} lines" for file, of_file in zip(files, lines, strict=True))
+        raise DataError(f"{counts}; line k of one is the translation of line k of the other, so correct the files")
+    yield from map(json.dumps, zip(*lines, strict=True))
+
+
+def _lines_of(path: Path) -> list[str]:
+    """Lines end with a line feed alone, as tools for aligned text count them."""
+    try:
+        with path.open("rb") as file:
+            text = next(_read_txt(path, file))
+    except OSError as error:
+        raise FetchError(f"{path}: cannot be read ({error.strerror})") from None
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+
+
 def _line_number(path: Path, start: int) -> int:
     """Counts the lines that begin before byte `start`, for a message."""
     if start == 0:
@@ -196,9 +218,10 @@ def _read_parquet(path: Path, text_field: str, part: tuple[int, int] | None) -> 
 
     try:
         with pq.ParquetFile(path) as file:
-            names = text_field.split(",")
-            for name in set(names) - set(file.schema_arrow.names):
-                raise DataError(f"{path}: {no_field('column', name, file.schema_arrow.names)}")
+            found = file.schema_arrow.names
+            names = list(dict.fromkeys(x if x in found else x.partition(".")[0] for x in text_field.split(",")))
+            for name in set(names) - set(found):
+                raise DataError(f"{path}: {no_field('column', name, found)}")
             first, end = part or (0, file.num_row_groups)
             number = sum(file.metadata.row_group(group).num_rows for group in range(first))
             _check_rows(path, file.metadata, text_field)
@@ -235,13 +258,26 @@ def _check_rows(path: Path, footer: Any, text_field: str) -> None:
 def document_of(record: dict[str, Any], where: Callable[[], str], word: str, text_field: str) -> str:
     """The text of a record, or for several fields, with commas between their names, a JSON list: texts and then a label
     of any kind. word: "field" or "column". Raises DataError."""
-    *texts, last = text_field.split(",")
-    for name in (*texts, last):
-        if name not in record:
+    names = text_field.split(",")
+    values = [_value_of(record, name) for name in names]
+    for name, value in zip(names, values, strict=True):
+        if value is _MISSING:
             raise DataError(f"{where()}: {no_field(word, name, list(record))}")
-    if not texts:
-        return checked_text(record[last], where, last)
-    return json.dumps([*(checked_text(record[name], where, name) for name in texts), record[last]])
+    if len(names) == 1:
+        return checked_text(values[0], where, names[0])
+    texts = [checked_text(value, where, name) for value, name in zip(values[:-1], names, strict=False)]
+    return json.dumps([*texts, values[-1]])
+
+
+_MISSING = object()
+
+
+def _value_of(record: Mapping[str, Any], name: str) -> Any:
+    """The value of a field; translation.de is the field de of the field translation. _MISSING if there is none."""
+    if name in record:
+        return record[name]
+    outer, dot, inner = name.partition(".")
+    return _value_of(record[outer], inner) if dot and isinstance(record.get(outer), dict) else _MISSING
 
 
 def checked_text(value: object, where: Callable[[], str], text_field: str) -> str:

@@ -87,6 +87,9 @@ class ComposedConfig(PositionKeys, PowerNormConfig):
         "Of the MLP; gelu is the exact one. A gated MLP has silu or gelu.",
         choices=("silu", "gelu", "relu", "relu2"),
     )
+    activation_dropout: float = key(
+        0.0, "Probability that training drops a value of the MLP's hidden state, before ffn_norm.", minimum=0, below=1
+    )
     bias: bool = key(False, "Biases of the matrices.")
     positions: str = key(
         "rotary",
@@ -109,6 +112,10 @@ class ComposedConfig(PositionKeys, PowerNormConfig):
     deep_init: bool = key(
         False, "DeepInit: the matrices of block l start smaller by the factor 1 / sqrt(l), l = 1, 2, ..."
     )
+
+    @property
+    def uses_dropout(self) -> bool:
+        return super().uses_dropout or self.activation_dropout > 0
 
     def placement_of(self, sublayer: str) -> str:
         """The placement of `attn` or `mlp`."""
@@ -189,14 +196,15 @@ class ComposedConfig(PositionKeys, PowerNormConfig):
 
     def kept_beyond_gpt(self) -> int:
         """A norm after a sublayer, LayerScale and x / max|x| keep values of x's width, a norm of the MLP's hidden state
-        values of the hidden width."""
+        values of the hidden width, its dropout these and a bool for each, which counts as one more."""
         peri = [self.placement_of(f) for f in ("attn", "mlp")].count("peri")
         wide = 2 * peri + 2 * (self.layer_scale is not None) + 2 * (2 + peri) * (self.norm == "cogview")
         return (
             super().kept_beyond_gpt()
             + wide * self.d_model
-            + (self.ffn_norm != "none") * (self.d_mlp or 4 * self.d_model)
+            + ((self.ffn_norm != "none") + 2 * (self.activation_dropout > 0)) * (self.d_mlp or 4 * self.d_model)
         )
 
     def not_in_weights(self) -> set[str]:
-        return super().not_in_weights() | {"dyt_alpha", "embedding_gradient", "deep_init", "input_gain_decay"}
+        further = {"dyt_alpha", "embedding_gradient", "deep_init", "input_gain_decay", "activation_dropout"}
+        return super().not_in_weights() | further

@@ -51,6 +51,7 @@ class ComposedBlock(nn.Module):
             self.cross = attention_of(config, causal=False)
             self.res_scale_cross, self.layer_scale_cross = res_scale(config, "attn"), layer_scale(config)
             self.drop_cross = Dropout(config.residual_dropout)
+        self.drop_hidden = Dropout(config.activation_dropout)  # the last, so that the others keep their places
         if config.separate_gains:
             for product in [module for module in self.modules() if type(module) is FusedLinear]:
                 product.add_gains()
@@ -65,8 +66,13 @@ class ComposedBlock(nn.Module):
             memory, memory_mask = of_memory
             attend = partial(self.cross, rope=None, mask=memory_mask, memory=memory)
             x = self.step("cross", x, attend, self.res_scale_cross, norms)
-        x = self.step("mlp", x, partial(self.mlp, norm_ffn=norms(self.norm_ffn)), self.res_scale, norms)
+        x = self.step("mlp", x, partial(self.mlp, norm_ffn=self.of_hidden(norms)), self.res_scale, norms)
         return x, tuple(norms.batches)
+
+    def of_hidden(self, norms: NormPass) -> Map:
+        """Dropout and the norm of the MLP's hidden state."""
+        norm = norms(self.norm_ffn)
+        return lambda hidden: norm(self.drop_hidden(hidden))
 
     def step(self, sublayer: str, x: Tensor, f: Map, lambda_: Map, norms: NormPass) -> Tensor:
         """x + f(norm(x)), or the form of the placement of this sublayer: `attn`, `cross` or `mlp`."""

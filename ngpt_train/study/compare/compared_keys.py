@@ -97,7 +97,8 @@ SIZES = ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_mlp", "vocab_size", 
 # Options without an effect on parameters and FLOPs.
 OF_NO_SIZE = {
     *("rope_base", "rope_layout", "norm_eps", "softmax_scale", "init", "scale", "alpha_sign"),
-    *("embedding_dropout", "residual_dropout", "attention_dropout", "logit_soft_cap", "input_gain_decay"),
+    *("embedding_dropout", "residual_dropout", "attention_dropout", "activation_dropout"),
+    *("logit_soft_cap", "input_gain_decay"),
 }
 INIT_KEYS = [f"model.init.{kind}" for kind in KINDS]
 # Words of the command line, as in a study's arms, for several keys.

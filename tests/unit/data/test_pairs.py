@@ -187,9 +187,59 @@ def test_texts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         open_dataset(config_of(tmp_path, *of, "model.context=4"))
 
 
+def test_aligned_files(tmp_path: Path) -> None:
+    """As tools for translation write them; subword-nmt's pieces are the words. Caught: lines that are cut elsewhere
+    than at a line feed, sides that are swapped, a file that is shorter unnoticed."""
+    for split, n in (("train", 40), ("valid", 6)):
+        (tmp_path / f"{split}.de").write_text("".join(f"ein@@ s {split} {k}\u2028x\n" for k in range(n)))
+        (tmp_path / f"{split}.en").write_text("".join(f"one {split} {k}\n" for k in range(n)))
+    of = ["data.text_field=de", "data.translation_field=en", "tokenizer=words"]
+    of += [f"data.path={tmp_path}/train", f"data.val_files={tmp_path}/valid"]
+    data = open_dataset(config_of(tmp_path, *of))
+    assert isinstance(data.validation, Pairs)
+    decode = data.tokenizer.decode
+    assert [decode(ids) for ids in data.validation.sources] == [f"ein@@ s <unk> {k} x" for k in range(6)]
+    assert [decode(ids) for ids in data.validation.translations] == [f"one <unk> {k}" for k in range(6)]
+    (tmp_path / "valid.en").write_text("one\n")
+    with pytest.raises(DataError, match=r"valid\.de has 6 lines and .*valid\.en has 1 line"):
+        open_dataset(config_of(tmp_path, *of))
+    (tmp_path / "valid.en").unlink()
+    with pytest.raises(DataError, match=r"valid\.en: cannot be read"):
+        open_dataset(config_of(tmp_path, *of))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_field_within_a_field(kind: str, tmp_path: Path) -> None:
+    """As translations on the hub have it; and halves of the held-out pairs, which share none."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for split, n in (("train", 20), ("valid", 30)):
+        found = [{"translation": {"en": f"{split} {k}", "de": f"Satz {k}"}} for k in range(n)]
+        if kind == "parquet":
+            pq.write_table(
+                pa.table({"translation": [one["translation"] for one in found]}), tmp_path / f"{split}.parquet"
+            )
+        else:
+            (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in found))
+    of = ["data.text_field=translation.en", "data.translation_field=translation.de"]
+    of += [f"data.path={tmp_path}/train.{kind}", f"data.val_files={tmp_path}/valid.{kind}"]
+    parts = [open_dataset(config_of(tmp_path, *of, *part)) for part in ([], ["data.val_range=[0,0.5]"])]
+    parts.append(open_dataset(config_of(tmp_path, *of, "data.val_range=[0.5,1]")))
+    sides = [{bytes(ids) for ids in part.validation.sources} for part in parts]  # type: ignore[union-attr, attr-defined]
+    assert sides[0] == {f"valid {k}".encode() for k in range(30)} == sides[1] | sides[2]
+    assert not sides[1] & sides[2]
+    assert len(sides[1]) > 5 < len(sides[2])
+    with pytest.raises(DataError, match=r"no (field|column) 'translation\.fr'|no column 'other'"):
+        open_dataset(config_of(tmp_path, *of, "data.translation_field=translation.fr"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
+        (["data.val_range=[0,0.5]"], ["data.val_range", "data.val_files"]),
+        (["data.val_files=x", "data.val_range=[0.5]"], ["data.val_range", "low and a higher"]),
+        (["eval.beams=2", "data.translation_field=null"], ["eval.beams", "does not translate"]),
         (["model=gpt", "model.vocab_size=300"], ["data.translation_field", "model.name"]),
         (["data.translation_field=other"], ["no field 'other'", "source"]),
         (["data.streaming=true"], ["data.translation_field", "data.streaming"]),

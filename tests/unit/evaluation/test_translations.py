@@ -6,6 +6,14 @@ from pathlib import Path
 import pytest
 
 from ngpt_train.__main__ import main
+from ngpt_train.core.constants import TRANSLATED
+from ngpt_train.core.recorded import compared
+from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer, WordsTokenizer, count_words
+from ngpt_train.evaluation.translations import scores, translations, whole_words
+from ngpt_train.models import build_model
+from ngpt_train.models.composed_encoder_decoder.keys import ComposedEncoderDecoderConfig
+from ngpt_train.models.encoder_decoder import EncoderDecoder
+from tests.processes.runs import records
 from tests.unit.data.test_pairs import texts
 
 NAMED = ["scale=debug", "tokenizer=bytes", "model.context=128", "logging.wandb.mode=disabled"]
@@ -23,6 +31,7 @@ def test_a_run_translates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     data = [f"data.path={tmp_path / 'train.jsonl'}", f"data.val_files={tmp_path / 'val.jsonl'}"]
     run = ["model=ntransformer", "data=pairs", *data, *NAMED, f"data.cache={tmp_path / 'cache'}", "train.steps=30"]
+    run += ["eval.beams=2", "eval.every=15"]
     assert main(["train", *run, f"run.root={tmp_path / 'runs'}", "run.name=r", "optim.lr=1e-2"]) == 0
     checkpoint = str(tmp_path / "runs" / "r")
     evaluate = ["evaluate", f"evaluate.checkpoint={checkpoint}"]
@@ -38,6 +47,10 @@ def test_a_run_translates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert result["bleu"] == BLEU(tokenize="none").corpus_score(found, [references]).score
     assert result["sacrebleu"] == BLEU().corpus_score(found, [references]).score > 0
     assert result["chrf"] == CHRF().corpus_score(found, [references]).score
+    evals = records(tmp_path / "runs" / "r", "eval")
+    assert {name: evals[30][name] for name in TRANSLATED} == {name: result[name] for name in TRANSLATED}
+    assert "bleu" not in evals[15]
+    assert compared(evals[30], "sacrebleu") == 100 - result["sacrebleu"]
     assert "tok:13a" in result["sacrebleu_signature"]
     assert f"{result['sacrebleu']:.2f} by sacrebleu" in said
     (tmp_path / "prompts.txt").write_text("".join(f"{pair['source']}\n" for pair in texts(20, seed=20)))
@@ -65,3 +78,34 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "generate.beams: without an effect, the model continues" in capsys.readouterr().err
     assert main(["train", *run, f"run.root={tmp_path}", "run.name=h", "data.translation_field=x"]) == 2
     assert "data.translation_field=x, model.name=gpt" in capsys.readouterr().err
+
+
+def test_scores_of_moses_tokens() -> None:
+    """Caught: marks of subword-nmt in what is scored; sacrebleu's BLEU of texts with Moses' spaces and escapes; marks
+    that are taken from another tokenizer's text."""
+    pytest.importorskip("sacremoses", reason="the extra [eval] is not installed")
+    from sacrebleu.metrics import BLEU
+
+    words = WordsTokenizer(count_words(["a"], 300), "here")
+    assert whole_words("un@@ rel@@ ated @-@ a@@", words) == "unrelated @-@ a@@"
+    assert whole_words("un@@ x", BytesTokenizer()) == "un@@ x"
+    found, references = ["I don &apos;t know , really ."], ["I don &apos;t know , do I ?"]
+    plain = (["I don't know, really."], [["I don't know, do I?"]])
+    result = scores(found, references, moses="en")
+    assert result["sacrebleu"] == pytest.approx(BLEU().corpus_score(*plain).score)
+    assert result["bleu"] == BLEU(tokenize="none").corpus_score(found, [references]).score
+    assert result["sacrebleu"] != pytest.approx(scores(found, references)["sacrebleu"])
+
+
+def test_a_model_translates_in_evaluation_mode() -> None:
+    """Norms over the batch would take the statistics of the texts that are translated together, and dropout would want
+    seeds."""
+    keys = {"norm": "batch", "n_layers": 1, "d_model": 16, "n_heads": 2, "d_mlp": 24, "vocab_size": 257, "context": 32}
+    keys |= {"psi_warmup_steps": 0, "group_scaling": 0}
+    config = ComposedEncoderDecoderConfig(**keys, translates=True, residual_dropout=0.5, n_encoder_layers=1)
+    model = build_model(config).double().train()
+    assert isinstance(model, EncoderDecoder)
+    alone = [translations(model.train(), BytesTokenizer(), [text], 2, 1.0)[0] for text in ("ab", "cd", "e")]
+    together = translations(model.train(), BytesTokenizer(), ["ab", "cd", "e"], 2, 1.0)
+    assert [one.text for one in together] == [one.text for one in alone]
+    assert [one.score for one in together] == pytest.approx([one.score for one in alone])
