@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,13 +42,16 @@ ROWS = {
     "normformer_table1": 9,
     "normformer_table2": 16,
     "normformer_table3": 3,
+    "normformer_table3_glue": 21,  # three models, seven tasks
     "normformer_table4": 7,
     "normformer_table5": 12,
     "normformer_table6": 2,
     "normformer_text": 8,
     "normformer_table8": 31,  # of 32: CatFormer is left out
+    "powernorm_table1": 8,  # four norms, two texts
     "powernorm_table2": 24,  # four norms and eight other pairs of alphas, on two texts
     "tnt_table2": 6,
+    "tnt_table4": 16,  # two models, eight tasks
 }
 NO_DROPOUT, DROPOUT = (0, 0, 0), (0.1, 0.1, 0.1)  # of the embedding, the residuals, the attention
 
@@ -154,6 +158,17 @@ def published() -> dict[str, int]:
 
 def formula(model: Any) -> int:
     """Parameters of a model of the papers, whose heads have d / H dimensions and keys and values of their own."""
+    if model.n_classes is not None:  # the head tells classes apart, and is no embedding
+        outputs = model.n_classes - model.vocab_size * (not model.tied_embeddings)
+        vectors = int(hasattr(model, "s_z") or getattr(model, "masked_head", False))  # s_z, or the head's bias
+        fewer = outputs * model.d_model + (model.n_classes - model.vocab_size) * vectors
+        return formula(replace(model, n_classes=None)) + fewer
+    if model.name == "composed_encoder_decoder":
+        d, hidden = model.d_model, model.d_mlp
+        assert (model.tied_embeddings, model.shared_source, model.bias, model.positions) == (*[True] * 3, "sinusoidal")
+        attention, mlp, norm = 4 * d * (d + 1), 2 * d * hidden + hidden + d, 2 * d
+        encoder, decoder = attention + mlp + 2 * norm, 2 * attention + mlp + 3 * norm
+        return model.vocab_size * d + model.n_layers * (encoder + decoder) + 2 * norm
     if model.name != "composed":
         architecture = f"{model.name}+plain_mlp" if getattr(model, "mlp", "gated") == "plain" else model.name
         return ARCHITECTURES.get(architecture, ARCHITECTURES[model.name]).n_params(model)
@@ -360,6 +375,23 @@ def test_normformer_table_3() -> None:
         )
 
 
+def test_normformer_table_3_glue() -> None:
+    """Table 3's models; RoBERTa's steps, batches, warm-up, decay and linear schedule (fairseq's README for GLUE)."""
+    pretrained = of("normformer_table3")
+    steps = {"cola": (5336, 320), "rte": (2036, 122), "mrpc": (2296, 137), "sst2": (20_935, 1256)}
+    for task, n in {"mnli": 392_702, "qqp": 363_846, "qnli": 104_743}.items():  # 10 epochs, 6 % of warm-up
+        steps[task] = pytest.approx((10 * n / 32, 0.6 * n / 32), rel=1e-3)  # type: ignore[assignment]
+    for row, config in of("normformer_table3_glue").items():
+        arm, task = row.rsplit("_", 1)
+        assert config.data.task == task
+        assert (config.train.steps, config.schedule.warmup_steps) == steps[task]
+        assert config.train.rows_per_step == (16 if task in ("cola", "rte", "mrpc") else 32)
+        assert (config.optim.eps, optimizer(config)) == (1e-6, (0.9, 0.98, 0.1, None, "linear", 0))
+        assert (config.model.objective, dropout(config)) == ("label", DROPOUT)
+        ours, theirs = (vars(of_row.model) for of_row in (config, pretrained[arm]))
+        assert {name for name in ours if ours[name] != theirs[name]} == {"n_classes"}
+
+
 def test_normformer_text() -> None:
     """Figure 2 and sections 4, 5 and 6.1: rates of Table 1, steps of Table 2, the operations that the text names."""
     table = of("normformer_text")
@@ -551,6 +583,61 @@ def test_powernorm_table_2() -> None:
         assert common.setdefault(text, tree) == tree
     tried = {(c.model.alpha_fwd, c.model.alpha_bkw) for row, c in table.items() if row.startswith("ptb_pn")}
     assert tried == {(forward, back) for forward in (0.9, 0.95, 0.99) for back in (0.9, 0.95, 0.99)}
+
+
+def test_powernorm_table_1() -> None:
+    """A.1 and the authors' scripts train-iwslt14.sh and train-wmt-big.sh; all else is equal but the norm."""
+    common: dict[str, Any] = {}
+    for row, config in of("powernorm_table1").items():
+        text, norm = row.split("_", 1)
+        small, model = text == "iwslt14", config.model
+        sizes = (6, 512, 4, 1024) if small else (6, 1024, 16, 4096)
+        assert (model.n_layers, model.d_model, model.n_heads, model.d_mlp) == sizes
+        assert (model.n_encoder_layers, model.norm_placement, model.mlp, model.activation) == (
+            6,
+            "pre",
+            "plain",
+            "relu",
+        )
+        assert (model.norm, model.decoder_norm) == (norm, "layer")
+        assert model.group_scaling == (0 if norm == "layer" else model.n_heads)
+        assert model.psi_warmup_steps == (8000 if norm == "pn" else 0)
+        synchronised = not small and norm in ("pn_v", "batch")
+        assert model.statistics == ("synchronised" if synchronised else "per_rank")
+        assert (*dropout(config), model.activation_dropout) == (0.3, 0.3, 0.1, 0.1)
+        files = ("iwslt14.tokenized.de-en" if small else "wmt14_en_de", ("de", "en") if small else ("en", "de"))
+        data = config.data
+        assert (data.path, data.val_files) == (f"{files[0]}/train", f"{files[0]}/valid")
+        assert (data.text_field, data.translation_field) == files[1]
+        assert (config.tokenizer.kind, model.vocab_size) == ("words", 10_200 if small else 37_000)
+        # 4,096 tokens of the longer sides on one GPU, and on 32.
+        assert (tokens_per_step(config), config.train.steps) == (
+            (2 * 4096, 100_000) if small else (2 * 32 * 4096, 300_000)
+        )
+        assert optimizer(config) == (0.9, 0.98, 1e-4 if small else 0, None, "inverse_sqrt", 0)
+        assert (config.optim.name, config.optim.lr) == ("adamw", 1.5e-3 if small else 3e-3)
+        assert (config.schedule.warmup_steps, config.optim.label_smoothing) == (8000, 0.1)
+        tree = to_dict(config)
+        for name in ("norm", "group_scaling", "psi_warmup_steps", "statistics"):
+            del tree["model"][name]
+        del tree["run"]["name"], tree["logging"]["wandb"]
+        assert common.setdefault(text, tree) == tree
+
+
+def test_tnt_table_4() -> None:
+    """Section 3: 100 iterations, batch 64, and which examples validate; the models of Table 2."""
+    pretrained = of("tnt_table2")
+    reserved = {"qnli": 104_743, "qqp": 363_846, "mnli": 392_702, "sst2": 67_349}  # training examples
+    for row, config in of("tnt_table4").items():
+        arm, task = row.rsplit("_", 1)
+        assert (config.data.task, config.train.steps, config.train.rows_per_step) == (task, 100, 64)
+        if task in reserved:
+            assert (config.data.val_files, round(config.data.val_fraction * reserved[task], -1)) == (None, 1000)
+        else:
+            assert (config.data.val_files is not None, config.data.val_range) == (True, [0, 0.5])
+        ours, theirs = (vars(of_row.model) for of_row in (config, pretrained[arm]))
+        differ = {name for name in ours if ours[name] != theirs[name]}
+        assert differ <= {"n_classes", "embedding_dropout", "residual_dropout", "attention_dropout"}
 
 
 def test_tnt_table_2() -> None:
