@@ -340,7 +340,9 @@ def show(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
-        return "[" + ",".join(show(x) for x in value) + "]"
+        # A word that is a number or a truth value without its quotes keeps them.
+        quoted = (isinstance(x, str) and not isinstance(_unquoted(x), str) for x in value)
+        return "[" + ",".join(f"'{x}'" if q else show(x) for x, q in zip(value, quoted, strict=True)) + "]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name}: {show(x)}" for name, x in value.items()) + "}"
     return str(value)

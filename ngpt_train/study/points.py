@@ -22,8 +22,20 @@ from ngpt_train.config.validate import flatten, mistake, show
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json
 from ngpt_train.core.recorded import TEXT, Record, checked, compared, read_end, read_records
-from ngpt_train.study.definition import FILE, LR, SAME_BUDGET, Study, Value, merged, read_stored, text_of, tree_of
+from ngpt_train.study.definition import (
+    FILE,
+    LR,
+    SAME_BUDGET,
+    Study,
+    Value,
+    merged,
+    name_of,
+    read_stored,
+    text_of,
+    tree_of,
+)
 from ngpt_train.study.descent import Grid
+from ngpt_train.training.checkpoint.taken_over import with_trained_model
 
 DONE, FAILED, UNFINISHED, WAITING = "done", "failed", "unfinished", "waiting"
 FAILURES = "failures"  # directory of a study with FAILURES/<run>.json for each run that crashed too often
@@ -90,6 +102,7 @@ class Runs:
         self.config = cache(self._config)
         self.start = cache(self._start)
         self.grids = cache(self._grids)
+        self._of_arm = cache(self._of_an_arm)
 
     def directory(self, point: Point) -> Path:
         return self.study.runs / point.directory
@@ -203,8 +216,11 @@ class Runs:
             raise mistake(problem, f"Set study.budgets to multiples of {tokens}, or a smaller train.batch_rows")
         return steps
 
-    def _of_arm(self, arm: str) -> tuple[str, ...]:
-        return merged(self.study.shared, self.study.arms[arm])
+    def _of_an_arm(self, arm: str) -> tuple[str, ...]:
+        """With run.init_from, where the study names no model, it is that run's, as `finetune` has it."""
+        arguments = merged(self.study.shared, self.study.arms[arm])
+        named = {name_of(argument) for argument in arguments}
+        return merged(with_trained_model(arguments)) if "run.init_from" in named and "model" not in named else arguments
 
     def _composed(self, arguments: Sequence[str]) -> Config:
         return load_config(arguments, self.study.config_dir, world_size=1)

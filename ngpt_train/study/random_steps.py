@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ngpt_train.config.keys import AUTO
+from ngpt_train.core.constants import IGNORED
 from ngpt_train.training.step import train_step
 
 if TYPE_CHECKING:
@@ -26,14 +27,17 @@ def with_vocabulary(config: Config) -> Config:
 
 
 def tokens_of(state: TrainState) -> list[tuple[Tensor, Tensor]]:
-    """This rank's micro batches of a step: random tokens and targets, each `(micro_rows, context)`, on its device."""
+    """This rank's micro batches of a step: random tokens and targets, each `(micro_rows, context)`, on its device. A
+    row has as many targets as the model's objective has at most."""
     config, world = state.config, state.world
-    vocab_size = int(config.model.vocab_size)
+    model = config.model
     generator = torch.Generator().manual_seed(world.rank)
     n_micro = config.train.rows_per_step // (state.micro_rows * world.size)
-    rows = torch.randint(vocab_size, (n_micro, state.micro_rows, config.model.context + 1), generator=generator)
-    rows = rows.to(world.device)
-    return [(row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in rows]
+    shape = (2, n_micro, state.micro_rows, model.context)
+    tokens, targets = torch.randint(int(model.vocab_size), shape, generator=generator).to(world.device)
+    targets = targets % (model.n_classes or int(model.vocab_size))
+    targets[..., : model.context - model.predicted(model.context)] = IGNORED
+    return list(zip(tokens, targets, strict=True))
 
 
 def steps_of(state: TrainState) -> Callable[[], float]:

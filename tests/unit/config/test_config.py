@@ -77,6 +77,8 @@ def test_an_experiment_can_be_overridden() -> None:
     assert (config.model.name, config.scale.name, config.optim.name) == ("gpt", "debug", "adamw")
 
 
+# Sizes whose rate the rows of their tables say.
+SAID_BY_ROWS = ("engpt", "ptb_3l", "wikitext103_6l", "wikitext103_16l", "iwslt14", "wmt14_big")
 PUBLISHED = ("125m", "355m", "0.5b", "1b", "1.3b", "2.7b", "gpt3_125m", "gpt3_355m", "tnt", "tnt_baseline")
 
 
@@ -90,8 +92,7 @@ def test_every_packaged_option_composes() -> None:
         "data/tokens": ["data.path=x"],
         "data/hf": ["data.repo=a/b"],
     }
-    # Sizes whose rate the rows of their tables say.
-    keys |= {f"scale/{size}": ["optim.lr=1e-3"] for size in ("engpt", "ptb_3l", "wikitext103_6l", "wikitext103_16l")}
+    keys |= {f"scale/{size}": ["optim.lr=1e-3"] for size in SAID_BY_ROWS}
     keys |= {"tokenizer/hf": ["tokenizer.path=x"], "data/mixture": ["data.mixture=a 1 local x; b 1 tokens y"]}
     for group in set(GROUPS) - {"experiment"}:
         for path in (config_dir() / group).glob("*.yaml"):

@@ -174,6 +174,35 @@ def test_what_is_taken_over(tmp_path: Path) -> None:
     torch.testing.assert_close(after["output"].norm(dim=1), torch.ones(3))
 
 
+def test_a_study_fine_tunes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Caught: an arm with another model than its run's, a step whose cost cannot be measured for labels."""
+    text = write_corpus(tmp_path / "text.txt")
+    pretrained = arguments(tmp_path, text, "model=gpt", "model.d_mlp=48", "train.steps=1", "run.name=first")
+    assert main(["train", *pretrained]) == 0
+    write_examples(tmp_path / "task.jsonl", 60)
+    shared = {
+        "data": "local",
+        "data.path": f"{tmp_path}/task.jsonl",
+        "data.text_field": "a,b",
+        "data.label_field": "label",
+    }
+    shared |= {"data.labels": ["false", "true"], "train.batch_rows": 8, "data.cache": f"{tmp_path}/cache"}
+    arms = {"a": {"run.init_from": f"{tmp_path}/runs/first"}, "b": {"run.init_from": f"{tmp_path}/runs/first"}}
+    arms["b"]["model.residual_dropout"] = 0.1
+    study = {"arms": arms, "shared": shared, "budgets": [20_000], "seeds": [0], "metric": "error"}
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "mine.yaml").write_text(json.dumps(study))
+    given = ["study", "--config-dir", str(tmp_path), "study=mine", f"study.root={tmp_path}/studies"]
+    capsys.readouterr()
+    assert main([*given, "study.dry_run=true"]) == 0
+    said = capsys.readouterr().out
+    assert "Hours of" not in said
+    config = read_yaml(tmp_path / "runs/first/config.yaml").model
+    config.n_classes, config.tied_embeddings = 2, False
+    n_params = build_model(config).n_params()
+    assert len(re.findall(rf"^[ab] +{n_params / 1e3:.3g}k ", said, re.MULTILINE)) == 2, said
+
+
 def test_files(tmp_path: Path) -> None:
     """tsv by columns' names and numbers, parquet, and a split of their own."""
     import pyarrow as pa
