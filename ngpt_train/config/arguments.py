@@ -83,6 +83,8 @@ def check_verb(config: Config, verb: str) -> None:
     out = getattr(section, "out", None)
     if out is not None and verb in WRITE_DIRECTORIES:
         check_directory(f"{verb}.out={out}", Path(out).expanduser())
+    if verb != "evaluate":
+        config.data.check_val_range()
     if verb != "evaluate" and config.data.val_fraction == 1:
         problem = "data.val_fraction=1: all of the text would validate, and none is left to train on"
         raise mistake(problem, "Set it below 1; `evaluate` alone takes 1, for the loss on all of a text")

@@ -286,6 +286,7 @@ def combine(config: Config, of_run: Config, overrides: Sequence[str]) -> Config:
     else:
         chosen = {key: value for key, value in vars(config.data).items() if f"data.{key}" in overridden}
         data = replace(taken(of_run, config, overrides, opens=("data",)).data, **chosen)
+    data.check_val_range()
     if overridden.intersection(ROWS):
         rows, tokens = config.eval.rows, config.eval.tokens
     else:

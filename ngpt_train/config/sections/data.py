@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Union
 
 from ngpt_train.config.keys import AUTO, BoolOrAuto, Conflict, IntOrAuto, key
+from ngpt_train.config.validate import mistake, show
 from ngpt_train.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -218,12 +219,14 @@ class DataConfig:
         yield from self._mask_conflicts()
         yield from self._label_conflicts(model)
         yield from self._translation_conflicts()
-        if self.val_range is not None:
-            if self.val_files is None or not (self.label_field or self.translation_field):
-                problem = "a part of files that hold examples or pairs for validation alone"
-                yield "data.val_range data.val_files", problem, "Name them with data.val_files, or leave it out"
-            if len(self.val_range) != 2 or self.val_range[0] >= self.val_range[1]:
-                yield "data.val_range", "not a low and a higher end", "For example data.val_range=[0,0.5]"
+        if self.val_range is not None and (len(self.val_range) != 2 or self.val_range[0] >= self.val_range[1]):
+            yield "data.val_range", "not a low and a higher end", "For example data.val_range=[0,0.5]"
+
+    def check_val_range(self) -> None:
+        """Raises ConfigError if there is nothing that data.val_range is a part of. For `evaluate` this is a run's."""
+        if self.val_range is not None and (self.val_files is None or not (self.label_field or self.translation_field)):
+            problem = f"data.val_range={show(self.val_range)}: a part of files of examples or pairs that validate"
+            raise mistake(problem, "Name these files with data.val_files, or leave it out")
 
     def _translation_conflicts(self) -> Iterator[Conflict]:
         if self.translation_field is None:

@@ -237,7 +237,6 @@ def test_a_field_within_a_field(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        (["data.val_range=[0,0.5]"], ["data.val_range", "data.val_files"]),
         (["data.val_files=x", "data.val_range=[0.5]"], ["data.val_range", "low and a higher"]),
         (["eval.beams=2", "data.translation_field=null"], ["eval.beams", "does not translate"]),
         (["model=gpt", "model.vocab_size=300"], ["data.translation_field", "model.name"]),
