@@ -236,7 +236,10 @@ def test_files(tmp_path: Path) -> None:
         (["train", "model.n_classes=2"], r"data\.label_field"),
         (["train", *LABELLED, "data.labels=[]"], r"data\.labels"),
         (["train", *FILE, *LABELLED, "data.labels=['0','1']", "eval.contexts=[64]"], r"eval\.contexts"),
-        (["train", *FILE, *LABELLED, "data.labels=['0','1']", "data.val_range=[0,0.5]"], r"(?s)data\.val_range.*data\.val_files"),
+        (
+            ["train", *FILE, *LABELLED, "data.labels=['0','1']", "data.val_range=[0,0.5]"],
+            r"(?s)data\.val_range.*data\.val_files",
+        ),
         (["finetune", "task=rte"], r"run\.init_from names no trained model"),
     ],
 )
