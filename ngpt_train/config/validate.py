@@ -340,12 +340,22 @@ def show(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
-        # A word that is a number or a truth value without its quotes keeps them.
-        quoted = (isinstance(x, str) and not isinstance(_unquoted(x), str) for x in value)
-        return "[" + ",".join(f"'{x}'" if q else show(x) for x, q in zip(value, quoted, strict=True)) + "]"
+        return "[" + ",".join(f"'{x}'" if _needs_quotes(x) else show(x) for x in value) + "]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name}: {show(x)}" for name, x in value.items()) + "}"
     return str(value)
+
+
+def _needs_quotes(value: Any) -> bool:
+    """True for a word of a list that would be something else, or several words, without quotes."""
+    if not isinstance(value, str):
+        return False
+    return (
+        not isinstance(_unquoted(value), str)
+        or value != value.strip()
+        or not value
+        or bool(set(value) & set(",[]{}:~"))
+    )
 
 
 def _is_finite(value: Any) -> bool:

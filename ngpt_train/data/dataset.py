@@ -143,11 +143,20 @@ class Examples(Tokens):
 
 
 class Pairs(Tokens):
-    """A split of pairs, as ids without eos. It counts as one text, the translations."""
+    """A split of pairs, as ids without eos. It counts as one text, the translations. texts: of all pairs, also of those
+    that are left out."""
 
-    def __init__(self, split: str, path: Path, eos: int, sources: list[Ids], translations: list[Ids]) -> None:
+    def __init__(
+        self,
+        split: str,
+        path: Path,
+        eos: int,
+        sources: list[Ids],
+        translations: list[Ids],
+        texts: Sequence[Sequence[str]] = (),
+    ) -> None:
         super().__init__(split, path, [np.append(ids, eos) for ids in translations], eos)
-        self.sources, self.translations = sources, translations
+        self.sources, self.translations, self.texts = sources, translations, texts
         # The longer side of each pair, with its eos.
         self.lengths = np.array([1 + max(map(len, pair)) for pair in zip(sources, translations, strict=True)], np.int64)
 

@@ -17,7 +17,7 @@ from ngpt_train.data.dataset import Dataset, Tokens
 from ngpt_train.data.mixed import Mixed
 from ngpt_train.data.rows import row_format, rows_of
 from ngpt_train.data.shard_cache import OpenShards
-from ngpt_train.data.sources.local_files import list_files, list_library
+from ngpt_train.data.sources.local_files import list_library, text_files
 from ngpt_train.data.sources.source import text_size
 from ngpt_train.data.streamed_text import StreamSettings, first_place, n_windows, window_pieces, window_shards
 from ngpt_train.data.token_files import count_tokens
@@ -111,8 +111,7 @@ def _planned_bytes(config: Config) -> float | None:
     if data.kind == "embedded":
         files = list_library()
     elif data.kind == "local" and data.path is not None:
-        held_out = [] if data.val_files is None else list_files(data.val_files, "data.val_files")
-        files = sorted(set(list_files(data.path)) - set(held_out))
+        files, _ = text_files(data)
     else:
         return None  # only the hub knows
     return sum(text_size(file, file.stat().st_size) for file in files)

@@ -39,7 +39,7 @@ def _tokenizer(config: Config, texts: list[list[str]]) -> Tokenizer:
     directory = cache_directory(config) / "tokens" / f"pairs-{key[:16]}"
 
     def build(directory: Path) -> None:
-        logger.info("training a SentencePiece model of %d pieces on both sides", config.tokenizer.vocab_size)
+        logger.info("making tokenizer=%s of both sides", config.tokenizer.kind)
         made = load_tokenizer(config.tokenizer, corpus=(side for pair in texts for side in pair))
         write_json(directory / "tokenizer.json", write_tokenizer(made, directory))
 
@@ -62,4 +62,4 @@ def _pairs(split: str, path: Path, texts: list[list[str]], config: Config, token
     if len(sources) < len(texts):
         left_out = f"{len(texts) - len(sources):,} of {len(texts):,} pairs"
         logger.info("%s of the %s split are left out: a side is empty or longer than half a row", left_out, split)
-    return Pairs(split, path, tokenizer.eos, sources, translations)
+    return Pairs(split, path, tokenizer.eos, sources, translations, texts if split == "validation" else ())

@@ -10,7 +10,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.constants import TRANSLATED
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.recorded import Record
-from ngpt_train.data.sources import documents_by_split
+from ngpt_train.data.dataset import Dataset, Pairs
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.sampling import opened, row_of
@@ -30,7 +30,7 @@ class Validations(Hook):
     Writes the losses of the rows into `directory`/evals.
 
     validated: called on rank 0 with the step and the loss. sample: from `sampling_of`. score: from `translating_of`,
-    called at the last step.
+    called at the end of the schedule.
     """
 
     def __init__(
@@ -69,7 +69,8 @@ class Validations(Hook):
         with explain_out_of_memory(state.micro_rows), run.during("the validation at step", run.step):
             losses = self._validation.row_losses(state.model, state.world, last=run.step >= run.last)
             self.last = self._validation.metrics(losses)
-            if self._score is not None and run.step >= run.last:
+            # Not at train.stop_at: an audit, which stops there, would have scores that the run has not.
+            if self._score is not None and run.step >= state.config.train.steps:
                 self.last |= self._score(state)
             if self._files is not None:
                 try:
@@ -127,15 +128,14 @@ def sampling_of(config: Config, tokenizer: Tokenizer) -> Callable[[TrainState], 
     return sample
 
 
-def translating_of(config: Config, tokenizer: Tokenizer) -> Callable[[TrainState], dict[str, float]] | None:
-    """A function that translates the held-out pairs and scores them; None without eval.beams.
-
-    Calling it is collective. Raises DataError where the pairs cannot be read.
-    """
-    n_beams = config.eval.beams
+def translating_of(config: Config, data: Dataset) -> Callable[[TrainState], dict[str, float]] | None:
+    """A function that translates the held-out pairs and scores them; None without eval.beams. Calling it is
+    collective."""
+    n_beams, tokenizer = config.eval.beams, data.tokenizer
     if n_beams is None:
         return None
-    pairs = documents_by_split(config.data)[1]["validation"]
+    assert isinstance(data.validation, Pairs)
+    pairs = data.validation.texts
 
     def score(state: TrainState) -> dict[str, float]:
         assert isinstance(state.model, EncoderDecoder)

@@ -62,7 +62,7 @@ def _batches(lengths: Sequence[int], n_beams: int) -> Iterator[list[int]]:
 
 def whole_words(text: str, tokenizer: Tokenizer) -> str:
     """The text of a tokenizer of words without subword-nmt's marks: `un@@ related` is one word."""
-    return text.replace("@@ ", "") if tokenizer.kind == "words" else text
+    return f"{text} ".replace("@@ ", "").rstrip(" ") if tokenizer.kind == "words" else text
 
 
 def translated_pairs(

@@ -60,7 +60,7 @@ class Study:
     # the mapping of further keys that it alone is tuned for.
     tune: dict[str, Any]
     seeds: tuple[int, ...]
-    metric: str = "loss"  # or bits_per_byte
+    metric: str = "loss"  # one of METRICS
     confidence: float = 0.95
     max_points: int = 9  # values of a key at most, for an arm and budget
     refine: bool = True  # also rates of the factor's root, around the best one

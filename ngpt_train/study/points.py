@@ -19,6 +19,7 @@ from ngpt_train.config.keys import TABLES
 from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import read_yaml, redact, to_dict, what_differs
 from ngpt_train.config.validate import flatten, mistake, show
+from ngpt_train.core.constants import TRANSLATED
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json
 from ngpt_train.core.recorded import TEXT, Record, checked, compared, read_end, read_records
@@ -35,7 +36,6 @@ from ngpt_train.study.definition import (
     tree_of,
 )
 from ngpt_train.study.descent import Grid
-from ngpt_train.training.checkpoint.taken_over import with_trained_model
 
 DONE, FAILED, UNFINISHED, WAITING = "done", "failed", "unfinished", "waiting"
 FAILURES = "failures"  # directory of a study with FAILURES/<run>.json for each run that crashed too often
@@ -49,7 +49,7 @@ _LEFT_BY_A_KILLED_START = ("lock", f".{FILE}.partial")
 # Keys that a resume may change. In a study they make another run, or another validation.
 _COUNT_TOO = (
     *("run.init_from", "train.steps", "train.stop_at", "optim.lr", "schedule.warmup_steps"),
-    *("eval.every", "eval.rows", "eval.tokens", "eval.budget", "eval.contexts"),
+    *("eval.every", "eval.rows", "eval.tokens", "eval.budget", "eval.contexts", "eval.beams"),
     *("data.path", "data.val_files", "tokenizer.path"),
 )
 
@@ -142,7 +142,11 @@ class Runs:
             problem = f"study.budgets: {budget} tokens are {steps} steps, the budget before {before}"
             raise mistake(problem, f"Budgets within {SAME_BUDGET:.0%} of each other are one: name it once")
         first = self.first_point(arm, budget)
-        self.config(first)
+        config = self.config(first)
+        config.data.check_val_range()
+        if self.study.metric in TRANSLATED and config.eval.beams is None:
+            problem = f"study.metric={self.study.metric}: the runs would translate nothing"
+            raise mistake(problem, "Set eval.beams=5 in shared, or choose another metric")
         listed = {key: said for key, said in self.study.keys_of(arm).items() if isinstance(said, tuple)}
         for key, value in [(key, value) for key, values in listed.items() for value in values[1:]]:
             self.config(replace(first, values=tuple(sorted((dict(first.values) | {key: value}).items()))))
@@ -219,8 +223,12 @@ class Runs:
     def _of_an_arm(self, arm: str) -> tuple[str, ...]:
         """With run.init_from, where the study names no model, it is that run's, as `finetune` has it."""
         arguments = merged(self.study.shared, self.study.arms[arm])
-        named = {name_of(argument) for argument in arguments}
-        return merged(with_trained_model(arguments)) if "run.init_from" in named and "model" not in named else arguments
+        given = {name_of(argument): argument.partition("=")[2] for argument in arguments}
+        if given.get("run.init_from", "null") == "null" or "model" in given:
+            return arguments
+        from ngpt_train.training.checkpoint.taken_over import with_trained_model  # slow to import
+
+        return merged(with_trained_model(arguments))
 
     def _composed(self, arguments: Sequence[str]) -> Config:
         return load_config(arguments, self.study.config_dir, world_size=1)

@@ -128,11 +128,10 @@ def _check_comparison(config: Config, study: Study) -> None:
 
 def _check_text(config: Config) -> None:
     """Raises DataError if the files of data=local are not on this machine."""
-    from ngpt_train.data.sources.local_files import list_files  # slow to import, and mistakes are reported at once
+    from ngpt_train.data.sources.local_files import text_files  # slow to import, and mistakes are reported at once
 
-    for name, path in (("data.path", config.data.path), ("data.val_files", config.data.val_files)):
-        if config.data.kind == "local" and path is not None:
-            list_files(path, name)
+    if config.data.kind == "local" and config.data.path is not None:
+        text_files(config.data)
 
 
 def _taken(study: Study) -> DirectoryLock:

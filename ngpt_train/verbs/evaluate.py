@@ -285,6 +285,8 @@ def combine(config: Config, of_run: Config, overrides: Sequence[str]) -> Config:
         data = config.data
     else:
         chosen = {key: value for key, value in vars(config.data).items() if f"data.{key}" in overridden}
+        if "data.val_files" in overridden:  # other files, of which the run's part is none
+            chosen.setdefault("val_range", None)
         data = replace(taken(of_run, config, overrides, opens=("data",)).data, **chosen)
     data.check_val_range()
     if overridden.intersection(ROWS):

@@ -71,7 +71,7 @@ def add_hooks(
     run.hooks.append(Watchdog(world, config.parallel.hang_seconds, hung))  # at once: it ends the job if the rest fails
     saves = SaveCheckpoints(run, checkpoints, lambda checkpoint: directory.saved(step_of(checkpoint)), add_files)
     sample = sampling_of(config, data.tokenizer)
-    score = translating_of(config, data.tokenizer)
+    score = translating_of(config, data)
     validations = Validations(evaluations, directory.path, checkpoints.validated, sample, score)
     sizes = epoch_rows(data, config) if world.is_main else {}
     warnings = [f"warning: {warning}" for warning in many_epochs(sizes, config)]

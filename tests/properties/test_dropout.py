@@ -82,8 +82,7 @@ def test_embedding_dropout(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_activation_dropout_is_before_the_norm_of_the_hidden_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """W_down sees twice the kept values; with ffn_norm=norm a doubled hidden state is the same. The other places drop
-    what they dropped without it."""
+    """W_down sees twice the kept values; with ffn_norm=norm a doubled hidden state is the same."""
     monkeypatch.setattr(dropout, "kept", lambda p, seeds, shape: torch.full(shape, True))
     keys = {"d_mlp": 24, "mlp": "plain", "activation": "relu", "norm_eps": 1e-30, "vocab_size": 20}
     keys |= {"n_layers": 2, "d_model": 16, "n_heads": 2, "psi_warmup_steps": 0, "group_scaling": 0}

@@ -52,7 +52,7 @@ class EvalConfig:
     beams: Union[int, None] = key(
         None,
         "Of a model that translates: the last validation translates the held-out pairs too, by beam search with so "
-        "many hypotheses, for BLEU and chrF. null: the loss alone.",
+        "many hypotheses and a length penalty of 1, for BLEU and chrF. null: the loss alone.",
         minimum=1,
         maximum=1000,
     )

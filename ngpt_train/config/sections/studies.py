@@ -139,7 +139,8 @@ class StudyConfig(VerbKeys):
     metric: str = key(
         "loss",
         "What is compared: the validation loss at a run's end; bits per byte, which other tokenizers may share; of "
-        "labels also the share of wrong answers, or 1 less another metric.",
+        "labels also the share of wrong answers, or 1 less another metric; of translations 100 less a score, with "
+        "eval.beams.",
         choices=tuple(METRICS),
     )
     confidence: float = key(0.95, "Confidence of the intervals; 0.99 asks for p < 0.01.", minimum=0.5, maximum=0.9999)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import platform
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ngpt_train.config.schema import DataConfig
-from ngpt_train.core.errors import DataError
 from ngpt_train.data.sources.hub import list_hub
-from ngpt_train.data.sources.local_files import LocalText, list_files, list_library, read_library_file
-from ngpt_train.data.sources.readers import read_aligned, read_file
+from ngpt_train.data.sources.local_files import LocalText, list_library, read_library_file, text_files
+from ngpt_train.data.sources.readers import read_file
 from ngpt_train.data.sources.source import Shard, Source, place_of
 
 
@@ -23,18 +21,8 @@ def open_source(data: DataConfig) -> Source:
         return Source("embedded", LocalText(read_library_file), settings, list_library())
     if data.on_hub:
         return list_hub(data)
-    assert data.path is not None
-    if data.translation_field and Path(f"{data.path}.{data.text_field}").expanduser().is_file():
-        files = [Path(path).expanduser() for path in (data.path, data.val_files) if path is not None]
-        aligned = LocalText(partial(read_aligned, text_field=data.read_field))
-        return Source("local", aligned, {"text_field": data.read_field}, files[:1], val_files=files[1:])
     reader = LocalText(partial(read_file, text_field=data.read_field))
-    held_out = [] if data.val_files is None else list_files(data.val_files, "data.val_files")
-    files = [file for file in list_files(data.path) if file not in held_out]
-    if not files:
-        raise DataError(
-            f"data.val_files={data.val_files}: all files of data.path={data.path}; none is left to train on"
-        )
+    files, held_out = text_files(data)
     return Source("local", reader, {"text_field": data.read_field}, files, val_files=held_out)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ngpt_train.config.schema import DataConfig
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.cache_files import FileHashes, canonical_hash
 from ngpt_train.data.sources.source import COMPRESSED, EXTENSIONS, Shard, Source, extension, text_size
@@ -35,6 +36,28 @@ class LocalText:
         """The documents of a shard's files in order. Raises DataError if a file is faulty."""
         for file in shard.files:
             yield from self.read(Path(file)) if shard.part is None else self.read(Path(file), part=shard.part)
+
+
+def text_files(data: DataConfig) -> tuple[list[Path], list[Path]]:
+    """The files of data.path, without the held-out ones of data.val_files; and these. Of two aligned files the first
+    stands for both. Raises DataError where there is none."""
+    assert data.path is not None
+    held_out = [] if data.val_files is None else _files_of(data, data.val_files, "data.val_files")
+    files = [file for file in _files_of(data, data.path, "data.path") if file not in held_out]
+    if not files:
+        raise DataError(
+            f"data.val_files={data.val_files}: all files of data.path={data.path}; none is left to train on"
+        )
+    return files, held_out
+
+
+def _files_of(data: DataConfig, path: str, key: str) -> list[Path]:
+    source = Path(f"{path}.{data.text_field}").expanduser()
+    if data.translation_field is None or glob.glob(os.path.expanduser(path)):
+        return list_files(path, key)
+    if not source.is_file():
+        raise DataError(f"{key}={path}: no such file, and no {source}, the first of two aligned files")
+    return [source]
 
 
 def list_files(path: str, key: str = "data.path") -> list[Path]:

@@ -26,11 +26,15 @@ ZSTD_INPUT = 1 << 12  # bytes that are decompressed at a time, to at most 32,768
 
 
 def read_file(path: Path, text_field: str, part: tuple[int, int] | None = None) -> Iterator[str]:
-    """Yields the documents of one file in order. A .txt file is one document.
+    """Yields the documents of one file in order. A .txt file is one document. A file of another ending is the first of
+    two aligned ones.
 
     part: see `Shard.part`; a compressed jsonl file has no parts.
     Raises FetchError if the file cannot be read, DataError if it is damaged, is not UTF-8 or lacks `text_field`.
     """
+    if not extension(path):
+        yield from _read_aligned(path, text_field)
+        return
     kind = extension(path).split(".")[1]
     try:
         if kind == "parquet":
@@ -179,15 +183,17 @@ def _read_tsv(path: Path, file: BinaryIO, text_field: str) -> Iterator[str]:
         yield document_of(dict(zip(names, values, strict=False)), where, "column", text_field)
 
 
-def read_aligned(path: Path, text_field: str) -> Iterator[str]:
-    """Pairs from two files, PATH.SOURCE and PATH.TARGET, whose lines k belong together, for text_field SOURCE,TARGET.
+def _read_aligned(path: Path, text_field: str) -> Iterator[str]:
+    """Pairs from two files, such as train.de and train.en for the text_field de,en. Their lines k belong together.
     Raises DataError if one has more lines than the other."""
-    languages = text_field.split(",")
-    files = [path.with_name(f"{path.name}.{language}") for language in languages]
-    lines = [_lines_of(file) for file in files]
+    first, second = text_field.split(",")
+    other = path.with_name(f"{path.name.removesuffix(first)}{second}")
+    lines = [_lines_of(file) for file in (path, other)]
     if len(lines[0]) != len(lines[1]):
-        counts = " and ".join(f"{file} has {len(of_file):,} lines" for file, of_file in zip(files, lines, strict=True))
-        raise DataError(f"{counts}; line k of one is the translation of line k of the other, so correct the files")
+        raise DataError(
+            f"{path} has {len(lines[0]):,} lines and {other} has {len(lines[1]):,} lines; line k of one is the "
+            "translation of line k of the other, so correct the files"
+        )
     yield from map(json.dumps, zip(*lines, strict=True))
 
 
@@ -198,7 +204,7 @@ def _lines_of(path: Path) -> list[str]:
             text = next(_read_txt(path, file))
     except OSError as error:
         raise FetchError(f"{path}: cannot be read ({error.strerror})") from None
-    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
 
 
 def _line_number(path: Path, start: int) -> int:
@@ -250,7 +256,7 @@ def _check_rows(path: Path, footer: Any, text_field: str) -> None:
     """Raises DataError if the rows of a row group have more than LARGEST_DOCUMENT bytes on average."""
     for group in range(footer.num_row_groups):
         columns = map(footer.row_group(group).column, range(footer.num_columns))
-        n_bytes = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == text_field)
+        n_bytes = sum(c.total_uncompressed_size for c in columns if c.path_in_schema in text_field.split(","))
         if n_bytes > LARGEST_DOCUMENT * max(1, footer.row_group(group).num_rows):
             raise DataError(_too_large(f"{path}, row group {group}", LARGEST_DOCUMENT))
 

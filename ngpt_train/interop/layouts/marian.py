@@ -36,7 +36,7 @@ FREE = {
     *("name", "d_model", "n_layers", "n_encoder_layers", "n_heads", "n_kv_heads", "d_mlp", "vocab_size", "context"),
     *("activation", "scaled_embedding", "source_context", "attn_norm_placement", "mlp_norm_placement"),
     *("init", "init_table", "deep_init", "embedding_gradient", "psi_warmup_steps"),
-    *("embedding_dropout", "residual_dropout", "attention_dropout"),
+    *("embedding_dropout", "residual_dropout", "attention_dropout", "activation_dropout"),
 }
 ATTENTION = {
     **{
@@ -78,6 +78,7 @@ SIZES = {
     "residual_dropout": "dropout",
     "embedding_dropout": "dropout",
     "attention_dropout": "attention_dropout",
+    "activation_dropout": "activation_dropout",
 }
 
 
@@ -118,6 +119,7 @@ class MarianLayout(Layout):
             "max_position_embeddings": config.context // 2,
             "dropout": config.residual_dropout,
             "attention_dropout": config.attention_dropout,
+            "activation_dropout": config.activation_dropout,
             "share_encoder_decoder_embeddings": True,
             "tie_word_embeddings": True,
             "forced_eos_token_id": None,

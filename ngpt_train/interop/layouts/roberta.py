@@ -35,7 +35,8 @@ FORM = {
 FREE = {
     *("name", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_mlp", "vocab_size", "context", "norm_eps"),
     *("attn_norm_placement", "mlp_norm_placement", "mask_share", "init", "init_table", "deep_init"),
-    *("embedding_dropout", "residual_dropout", "attention_dropout", "embedding_gradient", "psi_warmup_steps"),
+    *("embedding_dropout", "residual_dropout", "attention_dropout", "activation_dropout"),
+    *("embedding_gradient", "psi_warmup_steps"),
 }
 OUTSIDE = {
     "embedding": "roberta.embeddings.word_embeddings.weight",

@@ -18,6 +18,7 @@ from ngpt_train.data import TrainLoader, merged, open_dataset, reader_of
 from ngpt_train.data.dataset import Pairs
 from ngpt_train.data.pair_rows import WINDOW, PairRows, rows_multiple, window_of
 from ngpt_train.data.pairs import open_pairs
+from ngpt_train.data.sources.local_files import text_files
 from ngpt_train.models import build_model
 
 OVER_BATCH = ("batch", "pn_v", "pn")
@@ -200,6 +201,12 @@ def test_aligned_files(tmp_path: Path) -> None:
     decode = data.tokenizer.decode
     assert [decode(ids) for ids in data.validation.sources] == [f"ein@@ s <unk> {k} x" for k in range(6)]
     assert [decode(ids) for ids in data.validation.translations] == [f"one <unk> {k}" for k in range(6)]
+    config = config_of(tmp_path, *of)
+    assert [file.name for part in text_files(config.data) for file in part] == ["train.de", "valid.de"]
+    with pytest.raises(DataError, match=r"valid: no such file, and no .*valid\.fr"):
+        open_dataset(config_of(tmp_path, *of, "data.text_field=fr"))
+    with pytest.raises(DataError, match="none is left to train on"):
+        open_dataset(config_of(tmp_path, *of, f"data.val_files={tmp_path}/train"))
     (tmp_path / "valid.en").write_text("one\n")
     with pytest.raises(DataError, match=r"valid\.de has 6 lines and .*valid\.en has 1 line"):
         open_dataset(config_of(tmp_path, *of))

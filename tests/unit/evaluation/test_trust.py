@@ -31,7 +31,7 @@ READERS = {
     "study/runner.py": "compared",
     "training/run_directory.py": "compared; model",
     "verbs/audit.py": "train.device, train.deterministic; the config of the audit's own copy",
-    "verbs/finetune.py": "model",
+    "training/checkpoint/taken_over.py": "model",
     "verbs/train.py": "optim.lr and its source; commits of data sets that the command line names",
 }
 

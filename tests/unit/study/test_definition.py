@@ -13,8 +13,8 @@ from ngpt_train.config import ConfigError, load_config
 from ngpt_train.config.arguments import arguments_of
 from ngpt_train.config.yaml_files import Files
 from ngpt_train.core.errors import DataError
-from ngpt_train.study.definition import Study, read_stored, read_study, write_study
-from ngpt_train.study.points import DONE, Point, Runs, check_stored
+from ngpt_train.study.definition import Study, merged, read_stored, read_study, write_study
+from ngpt_train.study.points import DONE, Point, Runs, check_stored, differences
 from tests.unit.study.small_study import YAML, leave, options, study_of
 
 PACKAGED = [name for name in Files().options["study"] if name != "null"]
@@ -23,13 +23,25 @@ PACKAGED = [name for name in Files().options["study"] if name != "null"]
 @pytest.mark.parametrize("name", PACKAGED)
 def test_every_packaged_study_composes(name: str) -> None:
     """Caught: an arm of a packaged study whose model lacks a key; a baseline that is no arm."""
-    given = [f"study={name}"]
-    study = read_study(load_config(given).study, given)
+    given = [f"study={name}", *(["data.path=x"] if name == "powernorm_translation" else [])]
+    study = read_study(load_config(given[:1]).study, given)
     Runs(study).check()
     assert study.name == name
     assert study.baseline in study.arms
     one_seed = name.startswith(("quickstart", "initialisation"))
     assert study.seeds == ((0,) if one_seed else (0, 1, 2))
+
+
+def test_a_study_of_translations_wants_translations(tmp_path: Path) -> None:
+    """Caught: runs of hours without the score that they are compared in."""
+    given = ["study=powernorm_translation", "study.metric=bleu", "data.path=x"]
+    study = read_study(load_config(given[:2]).study, given)
+    Runs(study).check()
+    without = replace(study, shared=merged(study.shared, ["eval.beams=null"]))
+    with pytest.raises(ConfigError, match=r"study\.metric=bleu.*\n.*eval\.beams"):
+        Runs(without).check()
+    one, other = (Runs(s).config(Runs(s).first_point("pn", 4_096_000)) for s in (study, without))
+    assert [name for name, *_ in differences(one, other)] == ["eval.beams"]
 
 
 def test_budgets_are_whole_steps_of_the_arms_own_batch(tmp_path: Path) -> None:
