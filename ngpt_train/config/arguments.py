@@ -91,6 +91,9 @@ def check_verb(config: Config, verb: str) -> None:
     if verb == "prepare" and config.data.kind in ("tokens", "mixture"):
         problem = "nothing to prepare" if config.data.kind == "tokens" else "one source at a time is prepared"
         raise mistake(f"data.kind={config.data.kind}: {problem}", "Choose text: data=embedded, local or hf")
+    if verb == "prepare" and (config.data.label_field or config.data.translation_field):
+        problem = "prepare: examples and pairs are no running text, and are tokenized as they are read"
+        raise mistake(problem, "Train on them at once, or leave data.label_field and data.translation_field out")
     if verb == "plan":
         check(config, config.plan.world_size)
     # What several ranks print is written by the first, whose host alone needs the directory.

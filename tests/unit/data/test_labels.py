@@ -240,6 +240,7 @@ def test_files(tmp_path: Path) -> None:
             ["train", *FILE, *LABELLED, "data.labels=['0','1']", "data.val_range=[0,0.5]"],
             r"(?s)data\.val_range.*data\.val_files",
         ),
+        (["prepare", *FILE, *LABELLED, "data.labels=['0','1']"], "are no running text"),
         (["finetune", "task=rte"], r"run\.init_from names no trained model"),
     ],
 )
