@@ -85,9 +85,9 @@ def check_verb(config: Config, verb: str) -> None:
         check_directory(f"{verb}.out={out}", Path(out).expanduser())
     if verb != "evaluate":
         config.data.check_val_range()
-    if verb != "evaluate" and config.data.val_fraction == 1:
-        problem = "data.val_fraction=1: all of the text would validate, and none is left to train on"
-        raise mistake(problem, "Set it below 1; `evaluate` alone takes 1, for the loss on all of a text")
+        if config.data.val_fraction == 1:
+            problem = "data.val_fraction=1: all of the text would validate, and none is left to train on"
+            raise mistake(problem, "Set it below 1; `evaluate` alone takes 1, for the loss on all of a text")
     if verb == "prepare" and config.data.kind in ("tokens", "mixture"):
         problem = "nothing to prepare" if config.data.kind == "tokens" else "one source at a time is prepared"
         raise mistake(f"data.kind={config.data.kind}: {problem}", "Choose text: data=embedded, local or hf")
