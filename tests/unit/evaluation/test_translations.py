@@ -13,7 +13,7 @@ from ngpt_train.evaluation.translations import scores, translations, whole_words
 from ngpt_train.models import build_model
 from ngpt_train.models.composed_encoder_decoder.keys import ComposedEncoderDecoderConfig
 from ngpt_train.models.encoder_decoder import EncoderDecoder
-from tests.processes.runs import records
+from tests.processes.runs import forked, records, train
 from tests.unit.data.test_pairs import texts
 
 NAMED = ["scale=debug", "tokenizer=bytes", "model.context=128", "logging.wandb.mode=disabled"]
@@ -80,6 +80,27 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "generate.beams: without an effect, the model continues" in capsys.readouterr().err
     assert main(["train", *run, f"run.root={tmp_path}", "run.name=h", "data.translation_field=x"]) == 2
     assert "data.translation_field=x, model.name=gpt" in capsys.readouterr().err
+
+
+def test_two_ranks_translate_a_part_each(tmp_path: Path) -> None:
+    """Caught: references of another order than the translations; a rank without a pair. FSDP2 is refused."""
+    pytest.importorskip("sacrebleu", reason="the extra [eval] is not installed")
+    for name, n in (("train", 200), ("val", 3)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in texts(n, seed=n)))
+    data = [f"data.path={tmp_path / 'train.jsonl'}", f"data.val_files={tmp_path / 'val.jsonl'}"]
+    run = ["model=ntransformer", "data=pairs", *data, *NAMED, f"data.cache={tmp_path / 'cache'}", "train.steps=12"]
+    run += ["eval.beams=2", "optim.lr=1e-2", f"run.root={tmp_path / 'runs'}", "run.name=r"]
+    refused = forked("train", [*run, "parallel=fsdp"], 2)
+    assert refused.returncode
+    assert "eval.beams" in refused.stderr
+    train([*run, "parallel=ddp"], 2)
+    out = tmp_path / "b.json"
+    assert (
+        main(["evaluate", f"evaluate.checkpoint={tmp_path / 'runs' / 'r'}", "evaluate.beams=2", f"evaluate.out={out}"])
+        == 0
+    )
+    of_one, of_two = json.loads(out.read_text()), records(tmp_path / "runs" / "r", "eval")[12]
+    assert {name: of_two[name] for name in TRANSLATED} == {name: of_one[name] for name in TRANSLATED}
 
 
 def test_scores_of_moses_tokens() -> None:
