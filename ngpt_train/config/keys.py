@@ -47,6 +47,7 @@ COUNT = Limits(minimum=1, maximum=1_000_000_000)
 COUNT_OR_0 = Limits(minimum=0, maximum=1_000_000_000)
 ROWS = Limits(minimum=1, maximum=10_000_000)
 SECONDS = Limits(above=0, maximum=10_000_000)
+BEAMS = Limits(minimum=1, maximum=1000)
 SEED = Limits(minimum=0, maximum=2**63 - 1)
 
 

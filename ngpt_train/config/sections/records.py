@@ -10,7 +10,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar, Union
 
-from ngpt_train.config.keys import AUTO, COUNT, COUNT_OR_0, ROWS, SECONDS, BoolOrAuto, Conflict, key
+from ngpt_train.config.keys import AUTO, BEAMS, COUNT, COUNT_OR_0, ROWS, SECONDS, BoolOrAuto, Conflict, key
 from ngpt_train.config.validate import Origin, keep_later, report_together
 
 if TYPE_CHECKING:
@@ -53,8 +53,7 @@ class EvalConfig:
         None,
         "Of a model that translates: the last validation translates the held-out pairs too, by beam search with so "
         "many hypotheses and a length penalty of 1, for BLEU and chrF. null: the loss alone.",
-        minimum=1,
-        maximum=1000,
+        **BEAMS,
     )
     tasks: Union[list[str], None] = key(
         None,

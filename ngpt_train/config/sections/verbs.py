@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Union
 
-from ngpt_train.config.keys import AUTO, COUNT, COUNT_OR_0, ROWS, SEED, Conflict, Limits, VerbKeys, key
+from ngpt_train.config.keys import AUTO, BEAMS, COUNT, COUNT_OR_0, ROWS, SEED, Conflict, VerbKeys, key
 from ngpt_train.config.validate import mistake
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ LIVE_FIGURES = (
     *("ngpt_6_live", "normformer_3_live", "normformer_4_live", "normformer_6_live", "normformer_7_live"),
     *("powernorm_2_live", "powernorm_4_live", "tnt_3_live", "tnt_4_live"),
 )
-BEAMS: Limits = {"minimum": 1, "maximum": 1000}
 LENGTH_PENALTY = "Of a beam search: log-probabilities are divided by the length to this power."
 # The names of interop/layouts/, which cannot be imported before torch; a test compares them.
 LAYOUTS = ("llama", "qwen3", "ngpt", "angpt", "roberta", "marian", "safetensors")
