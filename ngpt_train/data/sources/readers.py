@@ -268,7 +268,7 @@ def document_of(record: dict[str, Any], where: Callable[[], str], word: str, tex
     values = [_value_of(record, name) for name in names]
     for name, value in zip(names, values, strict=True):
         if value is _MISSING:
-            raise DataError(f"{where()}: {no_field(word, name, list(record))}")
+            raise DataError(f"{where()}: {no_field(word, name, list(_names(record)))}")
     if len(names) == 1:
         return checked_text(values[0], where, names[0])
     texts = [checked_text(value, where, name) for value, name in zip(values[:-1], names, strict=False)]
@@ -284,6 +284,12 @@ def _value_of(record: Mapping[str, Any], name: str) -> Any:
         return record[name]
     outer, dot, inner = name.partition(".")
     return _value_of(record[outer], inner) if dot and isinstance(record.get(outer), dict) else _MISSING
+
+
+def _names(record: Mapping[str, Any]) -> Iterator[str]:
+    """The names that `_value_of` takes."""
+    for name, value in record.items():
+        yield from (f"{name}.{inner}" for inner in _names(value)) if isinstance(value, dict) and value else (name,)
 
 
 def checked_text(value: object, where: Callable[[], str], text_field: str) -> str:
