@@ -171,10 +171,7 @@ def _command(arguments: list[str]) -> Callable[[], int]:
             )
         return partial(_multirun, verb, line)
     check_arguments(verb, line.overrides)
-    if verb == "finetune":
-        from ngpt_train.verbs import finetune
-
-        line.overrides = finetune.arguments(line.overrides)
+    line.overrides = _whole(verb, line.overrides)
     # Only training, and the look at what it would find, share a batch among the ranks of torchrun.
     of_verb, world_size = arguments_of(verb, line.overrides), None if verb in ("train", "finetune", "doctor") else 1
     config = load_config(of_verb, line.config_dir, world_size)
@@ -185,6 +182,15 @@ def _command(arguments: list[str]) -> Callable[[], int]:
         return partial(_show, to_yaml(config).rstrip())
     options = {"options": _options(line)} if verb in (*STUDY_VERBS, "plan") else {}  # what they start needs them
     return partial(_run, verb, config, line.overrides, **options)
+
+
+def _whole(verb: str, overrides: list[str]) -> list[str]:
+    """The overrides, and of `finetune` before them the model that it goes on with."""
+    if verb != "finetune":
+        return overrides
+    from ngpt_train.verbs import finetune
+
+    return finetune.arguments(overrides)
 
 
 def _run(verb: str, config: Config, overrides: list[str], **more: object) -> int:
@@ -237,7 +243,7 @@ def _multirun(verb: str, line: CommandLine) -> int:
 
     jobs, configs = [], []
     for number, overrides in enumerate(expand(line.overrides)):
-        config = load_config(overrides, line.config_dir)
+        config = load_config(_whole(verb, overrides), line.config_dir)
         config.run.name = f"{config.run.name}/{number}"
         check(config)
         others = [argument for argument in overrides if argument.partition("=")[0].strip() != "run.name"]
@@ -255,7 +261,7 @@ def _multirun(verb: str, line: CommandLine) -> int:
         if interrupted:
             print(f"interrupted: {len(jobs) - len(codes)} of {len(jobs)} jobs not started", file=sys.stderr)
             break
-    if verb == "train":
+    if verb in ("train", "finetune"):
         from ngpt_train.report.ended_runs import results
 
         runs = [Path(config.run.root).expanduser() / config.run.name for config in configs]

@@ -19,7 +19,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.dataset import Pairs
 from ngpt_train.data.masks import Masks
-from ngpt_train.data.pair_rows import MULTIPLE, WINDOW, PairRows, Window, rows_multiple, window_of
+from ngpt_train.data.pair_rows import MULTIPLE, PairRows, Window, rows_multiple, window_of, window_size
 from ngpt_train.data.permutation import GOLDEN, mix, shuffled
 from ngpt_train.data.rows import Batch, Rows
 
@@ -116,6 +116,7 @@ class PairReader(Reader):
         rows = config.train.rows_per_step
         self._rows, self._batch_rows, self._seed = PairRows(pairs), rows, config.run.seed
         self._most_tokens = rows * config.model.context
+        self._size = window_size(self._most_tokens)
         self._window = functools.lru_cache(maxsize=2)(self._window_of)
         if rows_multiple(rows) % world_size:
             raise ConfigError(
@@ -128,12 +129,12 @@ class PairReader(Reader):
 
     def size_of_step(self, rows: int, batch_rows: int) -> int:
         """The rows of the batch after `rows` rows."""
-        window, offset = self._window(rows // WINDOW), rows % WINDOW
+        window, offset = self._window(rows // self._size), rows % self._size
         return int(window.ends[window.batch_at(offset)]) - offset
 
     def take(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
         """This rank's rows of a batch."""
-        window, offsets = self._window(int(numbers[0]) // WINDOW), numbers % WINDOW
+        window, offsets = self._window(int(numbers[0]) // self._size), numbers % self._size
         half = int(window.halves[window.batch_at(int(offsets[0]))])
         return self._rows.batch(window.indices[offsets], half)
 

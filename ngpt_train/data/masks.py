@@ -75,7 +75,9 @@ class Masks:
         chosen = np.zeros_like(counts)
         for row in range(len(tokens)):
             place = np.flatnonzero(counts[row])
-            words = np.cumsum(self.begins_word[tokens[row, place]])  # the row may begin within a word
+            begins = self.begins_word[tokens[row, place]]
+            begins[1:] |= tokens[row, place[:-1]] == self.eos  # the first piece of a text may lack its space
+            words = np.cumsum(begins)  # the row may begin within a word
             _, firsts, lengths = np.unique(words, return_index=True, return_counts=True)
             left = int(wanted[row])
             for word in order[row, place[firsts]].argsort(kind="stable"):

@@ -4,7 +4,7 @@ A row has two halves, both as wide as the longest text of its batch: the source 
 the translation, for the decoder, whose targets are the translation and eos. The rest of each half is padding, which has
 no target, and a doc_id of PADDING.
 
-The pairs are shuffled in each epoch. Of WINDOW consecutive ones those of like length make a batch: as many, in
+The pairs are shuffled in each epoch. Of a window of consecutive ones those of like length make a batch: as many, in
 multiples of `rows_multiple`, as have at most train.batch_tokens with their padding. The batches of a window come in a
 seeded order. So a batch is a function of the run's seed and of the number of rows before it.
 """
@@ -25,7 +25,7 @@ from ngpt_train.data.permutation import keyed_order, shuffled
 if TYPE_CHECKING:
     from ngpt_train.data.dataset import Pairs
 
-WINDOW = 8192  # pairs that are sorted by length together; a multiple of MULTIPLE
+WINDOW = 8192  # fewest pairs of a window; a multiple of MULTIPLE
 MULTIPLE = 8  # of rows in a batch, so that 2, 4 or 8 ranks share it
 
 
@@ -58,7 +58,7 @@ class PairRows:
 class Window:
     """The pairs of a window in the order of its batches."""
 
-    indices: NDArray[np.int64]  # (WINDOW,)
+    indices: NDArray[np.int64]  # (window_size,)
     ends: NDArray[np.int64]  # of each batch in `indices`
     halves: NDArray[np.int64]  # the width of each batch
 
@@ -72,10 +72,16 @@ def rows_multiple(batch_rows: int) -> int:
     return math.gcd(batch_rows, MULTIPLE)
 
 
+def window_size(most_tokens: int) -> int:
+    """Pairs that are sorted by length together: one for each token of a batch, so that a window has many batches."""
+    return max(WINDOW, most_tokens // MULTIPLE * MULTIPLE)
+
+
 def window_of(lengths: NDArray[np.int64], number: int, batch_rows: int, most_tokens: int, seed: int) -> Window:
     """Window `number` of a run. lengths: of all pairs. most_tokens: of a batch, padding included, enough for batch_rows
     of the longest pairs."""
-    indices = shuffled(np.arange(number * WINDOW, (number + 1) * WINDOW), len(lengths), seed)
+    size = window_size(most_tokens)
+    indices = shuffled(np.arange(number * size, (number + 1) * size), len(lengths), seed)
     indices = indices[np.argsort(lengths[indices], kind="stable")]
     parts = [indices[first:end] for first, end in _cuts(lengths[indices], rows_multiple(batch_rows), most_tokens)]
     parts = [parts[k] for k in keyed_order(len(parts), seed, number)]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ngpt_train.models.decoding import CachedEncoderDecoder
 from ngpt_train.models.encoder_decoder import EncoderDecoder
+from ngpt_train.training.guards import NumericalError
 
 
 class Hypothesis(NamedTuple):
@@ -49,14 +50,17 @@ def translate(
     model: EncoderDecoder,
     sources: Sequence[Tensor],
     eos: int,
+    vocab_size: int,
     n_beams: int = 5,
     length_penalty: float = 1.0,
     max_new_tokens: int | None = None,
 ) -> list[list[Hypothesis]]:
     """The kept hypotheses of each source, best first; one beam is greedy decoding.
 
-    sources: each `(S,)` int64 on the model's device, with eos at its end. max_new_tokens: eos included; at most, and by
+    sources: each `(S,)` int64 on the model's device, with eos at its end. vocab_size: of the tokenizer; the model may
+    have more ids, which no translation has. max_new_tokens: eos included; at most, and by
     default, what fits into half a row. The longest hypotheses end there without eos. The model is in evaluation mode.
+    Raises NumericalError for logits that are not finite.
     """
     decoder = CachedEncoderDecoder(model)
     limit = min(max_new_tokens or decoder.window, decoder.window)
@@ -68,7 +72,10 @@ def translate(
     log_p[:, 0] = 0  # at first all beams are the same
     running: list[list[list[int]]] = [[[] for _ in range(n_beams)] for _ in sources]
     for n_tokens in range(1, limit + 1):
-        of_next = logits.double().log_softmax(-1).view(n, n_beams, -1) + log_p[:, :, None]  # (n, K, V)
+        logits = logits[:, :vocab_size].double()
+        if not logits.isfinite().all():
+            raise NumericalError("the model's logits are not finite: its weights are NaN or far too large")
+        of_next = logits.log_softmax(-1).view(n, n_beams, -1) + log_p[:, :, None]  # (n, K, V)
         n_looked_at = min(2 * n_beams, of_next[0].numel())
         best, places = of_next.flatten(1).topk(n_looked_at)  # (n, 2 K)
         parents, tokens = (places // of_next.shape[2]).tolist(), (places % of_next.shape[2]).tolist()

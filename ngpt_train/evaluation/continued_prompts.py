@@ -105,7 +105,7 @@ class Texts:
         """Logs or refuses a text that may become longer than the context."""
         config = self.model.config
         source = config.source_length(config.context)  # 0 for a decoder
-        room, most_new = config.context - source, self.config.max_new_tokens
+        room, most_new = config.context - source, self.config.most_sampled
         for number, prompt in enumerate(prompts):
             # No model reads the last token of a text. An encoder-decoder's decoder reads the last token of the prompt.
             encoded, decoded = (len(prompt) - 1, most_new) if source else (0, len(prompt) + most_new - 1)

@@ -118,7 +118,7 @@ def sampling_of(config: Config, tokenizer: Tokenizer) -> Callable[[TrainState], 
         with evaluating(state.model, state.world):
             row = row_of(state.model, opened(state.model, tokenizer, ids), config.generate.seed)
             # All ranks need the same number of passes, even after the text has ended: FSDP2 gathers weights in each.
-            for _ in range(config.generate.max_new_tokens):
+            for _ in range(config.generate.most_sampled):
                 logits = state.model.next_token_logits(row.prompt, row.prompt.new_tensor(row.new)).cpu()
                 if row.end is None and logits.isfinite().all():
                     row.add(logits, config.generate, tokenizer.eos, tokenizer.vocab_size)

@@ -49,7 +49,7 @@ class Row:
         self.new.append(token)
         self.read.append(token)
         self.logprobs.append(logits.double().log_softmax(-1)[token].item())
-        if len(self.new) == config.max_new_tokens:
+        if len(self.new) == config.most_sampled:
             self.end = "length"
 
 

@@ -16,7 +16,7 @@ from ngpt_train.models.encoder_decoder import EncoderDecoder
 
 logger = logging.getLogger(__name__)
 
-BATCH_TOKENS = 8192  # of the hypotheses' sources, padding included
+BATCH_TOKENS = 65_536  # of all hypotheses' sources and of the longest translations that they may become
 
 
 class Translation(NamedTuple):
@@ -43,19 +43,20 @@ def translations(
         logger.warning("%d of %d texts are cut to half a row, model.context / 2 = %d tokens", too_long, len(ids), limit)
     sources = [torch.from_numpy(np.append(one[: limit - 1], tokenizer.eos).astype(np.int64)) for one in ids]
     found: dict[int, Translation] = {}
-    for batch in _batches([len(source) for source in sources], n_beams):
+    most_new = min(max_new_tokens or limit, limit)
+    for batch in _batches([n_beams * (len(source) + most_new) for source in sources]):
         of_batch = [sources[number].to(device) for number in batch]
-        kept = translate(model, of_batch, tokenizer.eos, n_beams, length_penalty, max_new_tokens)
+        kept = translate(model, of_batch, tokenizer.eos, tokenizer.vocab_size, n_beams, length_penalty, most_new)
         for number, (best, *_) in zip(batch, kept, strict=True):
             found[number] = Translation(whole_words(tokenizer.decode(best.ids), tokenizer), best.score)
     return [found[number] for number in range(len(texts))]
 
 
-def _batches(lengths: Sequence[int], n_beams: int) -> Iterator[list[int]]:
+def _batches(n_tokens: Sequence[int]) -> Iterator[list[int]]:
     """Numbers of texts, longest first, so that memory runs out at once or never."""
-    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+    order = sorted(range(len(n_tokens)), key=lambda number: -n_tokens[number])
     while order:
-        n = max(1, BATCH_TOKENS // (lengths[order[0]] * n_beams))
+        n = max(1, BATCH_TOKENS // n_tokens[order[0]])
         yield order[:n]
         order = order[n:]
 

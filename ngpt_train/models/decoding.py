@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -71,13 +72,14 @@ class Slots:
 
 
 class Cache:
-    """Keys and values of one attention, each `(B, n_kv_heads, n_slots, d_head)`.
+    """Keys and values of one attention, each `(B, n_kv_heads, n_slots, d_head)`. Grouped heads are kept once.
 
-    The shape never changes, so that a step is compiled once. Grouped heads are kept once.
+    grows: memory doubles when it is full, up to n_slots. Else it has n_slots from the first, so that a step, whose
+    shapes never change, is compiled once.
     """
 
-    def __init__(self, n_slots: int, slots: Slots) -> None:
-        self.n_slots, self.slots = n_slots, slots
+    def __init__(self, n_slots: int, slots: Slots, grows: bool) -> None:
+        self.n_slots, self.slots, self.grows = n_slots, slots, grows
         self.k: Tensor | None = None
         self.v: Tensor | None = None
 
@@ -90,17 +92,23 @@ class Cache:
             return k, v
         assert self.k is not None
         assert self.v is not None
-        rows = torch.arange(len(k), device=k.device)[:, None]
-        self.k[rows, :, of_tokens] = k
-        self.v[rows, :, of_tokens] = v
+        if k.shape[1]:  # else cross-attention, which reads nothing new
+            # A row that is not asked for writes to the slot after its last token.
+            while self.k.shape[2] < min(self.slots.n_seen + 1, self.n_slots):
+                more = (0, 0, 0, min(self.k.shape[2], self.n_slots - self.k.shape[2]))
+                self.k, self.v = F.pad(self.k, more), F.pad(self.v, more)
+            rows = torch.arange(len(k), device=k.device)[:, None]
+            self.k[rows, :, of_tokens] = k
+            self.v[rows, :, of_tokens] = v
         seen = slice(0, self.slots.n_seen)
         return self.k[:, :, seen].transpose(1, 2), self.v[:, :, seen].transpose(1, 2)
 
     def begin(self, k: Tensor, v: Tensor) -> None:
         """Keeps k and v of the first tokens, in the memory of an earlier text if that had as many rows."""
         B, T, n_kv_heads, d_head = k.shape
-        if self.k is None or self.v is None or len(self.k) != B:
-            self.k, self.v = (x.new_zeros(B, n_kv_heads, self.n_slots, d_head) for x in (k, v))
+        if self.k is None or self.v is None or len(self.k) != B or self.k.shape[2] < T:
+            n_slots = T if self.grows else self.n_slots
+            self.k, self.v = (x.new_zeros(B, n_kv_heads, n_slots, d_head) for x in (k, v))
         self.k[:, :, :T] = k.transpose(1, 2)
         self.v[:, :, :T] = v.transpose(1, 2)
 
@@ -178,12 +186,14 @@ class Cached(Recomputed):
         return self.logits(h[torch.tensor(rows, device=device), 0])
 
     def reorder(self, parents: Sequence[int]) -> None:
-        """From now on row r goes on as row parents[r] would have; the prompts of both are the same."""
+        """From now on row r goes on as row parents[r] would have; the prompts of both are the same, so what
+        cross-attention keeps stays."""
         self.new, self.n_kept = [list(self.new[p]) for p in parents], [self.n_kept[p] for p in parents]
-        for _, cache in self.caches:
-            assert cache.k is not None
-            assert cache.v is not None
-            cache.k, cache.v = cache.k[list(parents)], cache.v[list(parents)]
+        for attention, cache in self.caches:
+            if attention.causal:
+                assert cache.k is not None
+                assert cache.v is not None
+                cache.k, cache.v = cache.k[list(parents)], cache.v[list(parents)]
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """The first hidden state `(B, T, d_model)` of tokens `(B, T)` at positions `(T,)` or `(B, T)`."""
@@ -203,7 +213,7 @@ class Cached(Recomputed):
         return self.model.config.context
 
     def cache_of(self, attention: Attention) -> Cache:
-        return Cache(self.window, self.slots)
+        return Cache(self.window, self.slots, not self.compiled)
 
     def first_tokens(self) -> list[Tensor]:
         """From each prompt, the decoder's tokens."""
@@ -228,7 +238,9 @@ class CachedEncoderDecoder(Cached):
         return self.model.config.context - self.model.source_context
 
     def cache_of(self, attention: Attention) -> Cache:
-        return super().cache_of(attention) if attention.causal else Cache(self.model.source_context, self.source_slots)
+        if attention.causal:
+            return super().cache_of(attention)
+        return Cache(self.model.source_context, self.source_slots, not self.compiled)
 
     def first_tokens(self) -> list[Tensor]:
         """The last token of each prompt; the encoder reads the others."""

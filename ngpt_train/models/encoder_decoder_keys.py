@@ -23,7 +23,10 @@ class EncoderDecoderKeys(ModelConfig):
     source_context: Union[int, None] = key(
         None, "Tokens of a row, of its model.context, for the encoder; null is two thirds.", minimum=1
     )
-    translates: bool = key(False, "Half of a row, however wide it is, is the source. data.translation_field sets it.")
+    translates: bool = key(
+        False,
+        "Half of a row, however wide it is, is the source. data.translation_field sets it, data.label_field unsets it.",
+    )
     shared_source: bool = key(
         False, "The encoder reads with the decoder's input embedding; with tied_embeddings all three are one matrix."
     )
@@ -41,6 +44,7 @@ class EncoderDecoderKeys(ModelConfig):
 
     def resolve(self, config: Config) -> None:
         super().resolve(config)
+        self.translates = self.translates and not self.n_classes
         self.n_encoder_layers = self.n_encoder_layers or self.n_layers
         self.source_context = self.source_length(self.context)
 
@@ -49,7 +53,7 @@ class EncoderDecoderKeys(ModelConfig):
         if self.source_length(self.context) >= self.context:
             problem = "the source takes the whole row, nothing is left to decode"
             yield "model.source_context model.context", problem, f"Set model.source_context below {self.context}"
-        if self.translates and (self.context % 2 or self.n_classes):
+        if self.translates and self.context % 2:
             problem = "a row is a source and its translation, each in half of it"
             yield "data.translation_field model.context", problem, "Set model.context to an even number"
         if self.bidirectional:
@@ -61,4 +65,4 @@ class EncoderDecoderKeys(ModelConfig):
         return f"an encoder-decoder's rows are {source} tokens to read and {self.context - source} to continue them"
 
     def not_in_weights(self) -> set[str]:
-        return super().not_in_weights() | {"source_context"}
+        return super().not_in_weights() | {"source_context", "translates"}

@@ -151,7 +151,7 @@ class GenerateConfig(CheckpointKeys):
     length_penalty: float = key(1.0, LENGTH_PENALTY, minimum=0, maximum=100)
     interactive: bool = key(False, "Read prompts from the terminal or from stdin, a line each, until it ends.")
     samples: int = key(1, "Texts for each prompt; sample j = 0, 1, ... has the seed generate.seed + j.", **COUNT)
-    max_new_tokens: int = key(200, "Tokens to sample at most.", **COUNT)
+    max_new_tokens: Union[int, None] = key(None, "Tokens at most; null: 200, or of a translation half a row.", **COUNT)
     min_new_tokens: int = key(0, "Tokens before which the text does not end.", **COUNT_OR_0)
     temperature: float = key(0.8, "Divides the logits; 0 takes the most likely token.", minimum=0, maximum=1000)
     top_k: Union[int, None] = key(None, "Sample among the k most likely tokens; null: all.", **COUNT)
@@ -194,6 +194,11 @@ class GenerateConfig(CheckpointKeys):
     )
     out: Union[str, None] = key(None, "JSONL file for the texts, a line each, which must not exist; null prints.")
 
+    @property
+    def most_sampled(self) -> int:
+        """Tokens."""
+        return self.max_new_tokens or 200
+
     def refused(self, config: Config) -> Iterator[Conflict]:
         yield from super().refused(config)
         self.check_texts()
@@ -212,9 +217,9 @@ class GenerateConfig(CheckpointKeys):
         if self.interactive and out is not None:
             shown = f"generate.interactive=true, generate.out={self.out}"
             raise mistake(f"{shown}: the texts are printed", "Keep one of them")
-        if self.min_new_tokens > self.max_new_tokens:
+        if self.min_new_tokens > self.most_sampled:
             problem = f"generate.min_new_tokens={self.min_new_tokens}: more than generate.max_new_tokens"
-            raise mistake(problem, f"Set it to {self.max_new_tokens} or less")
+            raise mistake(problem, f"Set it to {self.most_sampled} or less")
         if "" in (self.stop or []):
             problem = "generate.stop: an empty string stops every text at once"
             raise mistake(problem, "Leave it out, for example generate.stop='[\"\\n\\n\"]'")

@@ -10,7 +10,7 @@ from typing import Any
 from ngpt_train.config.schema import DataConfig
 from ngpt_train.data.sources.hub import list_hub
 from ngpt_train.data.sources.local_files import LocalText, list_library, read_library_file, text_files
-from ngpt_train.data.sources.readers import read_file
+from ngpt_train.data.sources.readers import checked_text, read_file
 from ngpt_train.data.sources.source import Shard, Source, place_of
 
 
@@ -32,9 +32,12 @@ def documents_by_split(data: DataConfig) -> tuple[Source, dict[str, list[list[An
     documents: dict[str, list[list[Any]]] = {"train": [], "validation": []}
     held_out = {str(file) for file in source.val_files} | {s.name for s in source.shards if s.held_out}
     for shard in source.shards or [Shard(str(file), "", (str(file),)) for file in [*source.files, *source.val_files]]:
-        for document in source.documents_of(shard):
+        for number, document in enumerate(source.documents_of(shard), 1):
+            fields = json.loads(document)
+            if data.translation_field is not None:
+                checked_text(fields[-1], partial("{}, pair {}".format, shard.name, number), data.translation_field)
             place = place_of(document.encode())
             validates = shard.name in held_out if held_out else place < data.val_fraction
             if not (validates and held_out and data.val_range) or data.val_range[0] <= place < data.val_range[1]:
-                documents["validation" if validates else "train"].append(json.loads(document))
+                documents["validation" if validates else "train"].append(fields)
     return source, documents

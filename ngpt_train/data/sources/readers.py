@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.sources.source import FetchError, extension
@@ -26,15 +26,18 @@ ZSTD_INPUT = 1 << 12  # bytes that are decompressed at a time, to at most 32,768
 
 
 def read_file(path: Path, text_field: str, part: tuple[int, int] | None = None) -> Iterator[str]:
-    """Yields the documents of one file in order. A .txt file is one document. A file of another ending is the first of
-    two aligned ones.
+    """Yields the documents of one file in order. A .txt file is one document. Of two fields a file that ends in the
+    name of the first is the first of two aligned ones.
 
     part: see `Shard.part`; a compressed jsonl file has no parts.
     Raises FetchError if the file cannot be read, DataError if it is damaged, is not UTF-8 or lacks `text_field`.
     """
-    if not extension(path):
+    first, *others = text_field.split(",")
+    if others and path.name.endswith(f".{first}"):
         yield from _read_aligned(path, text_field)
         return
+    if others and extension(path).startswith(".txt"):
+        raise DataError(f"{path}: a text file has no fields {text_field}; use jsonl, tsv or parquet, or aligned files")
     kind = extension(path).split(".")[1]
     try:
         if kind == "parquet":
@@ -272,7 +275,11 @@ def document_of(record: dict[str, Any], where: Callable[[], str], word: str, tex
     if len(names) == 1:
         return checked_text(values[0], where, names[0])
     texts = [checked_text(value, where, name) for value, name in zip(values[:-1], names, strict=False)]
-    return json.dumps([*texts, values[-1]])
+
+    def refuse(value: object) -> NoReturn:
+        raise DataError(f"{where()}: {names[-1]!r} holds {type(value).__name__}, expected text or a number")
+
+    return json.dumps([*texts, values[-1]], default=refuse)
 
 
 _MISSING = object()

@@ -24,12 +24,13 @@ def with_trained_model(arguments: Sequence[str]) -> list[str]:
 
 
 def _model_arguments(stored: Config) -> dict[str, str]:
-    """model.* of a run as arguments, by key, without tables and without what another head changes."""
+    """model.* of a run as arguments, by key, without tables and without what another head or schedule changes."""
     keys = schema_keys(type(stored.model))
+    anew = {"model.name", "model.n_classes", "model.psi_warmup_steps"}
     return {
         name: _written(value)
         for name, value in flatten({"model": to_dict(stored)["model"]}, keys)
-        if name not in ("model.name", "model.n_classes") and not keys[name].is_table and value != AUTO
+        if name not in anew and not keys[name].is_table and value != AUTO
     }
 
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 
 from ngpt_train.__main__ import main
 from ngpt_train.config import load_config
-from ngpt_train.config.stored import read_yaml
+from ngpt_train.config.stored import read_yaml, to_yaml
 from ngpt_train.core.constants import IGNORED, MILLION
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data import load_tokenizer, open_dataset
@@ -21,7 +22,9 @@ from ngpt_train.data.labelled import label_of
 from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.answers import Answers
 from ngpt_train.models import build_model, export_weights
+from ngpt_train.training.checkpoint import taken_over
 from ngpt_train.training.checkpoint.load import load_model
+from ngpt_train.training.checkpoint.taken_over import with_trained_model
 from tests.processes.runs import arguments, records, write_corpus
 
 EOS = 256
@@ -141,6 +144,13 @@ def test_fine_tuning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ),
         *(f"data.cache={tmp_path}/cache", "logging.wandb.mode=disabled"),
     ]
+    of_all = [word for word in task if not word.startswith(("run.name", "optim.lr", "data.text_field"))]
+    capsys.readouterr()
+    assert main([*of_all, "data.text_field='a,b'", "-m", "optim.lr=1e-2,2e-2", "--cfg", "job"]) == 0
+    jobs = [yaml.safe_load(job) for job in capsys.readouterr().out.split("---\n")]
+    assert [(job["model"]["name"], job["run"]["name"]) for job in jobs] == [
+        ("ngpt", f"ngpt-labels-seed0/{k}") for k in range(2)
+    ]
     assert main([*task, "train.stop_at=20"]) == main(task) == 0
     last = records(tmp_path / "runs" / "second", "eval")[40]
     lines = (tmp_path / "runs" / "second" / "evals" / "step_00000040_answers.jsonl").read_text().splitlines()
@@ -154,6 +164,16 @@ def test_fine_tuning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     out = tmp_path / "found.json"
     assert main(["evaluate", f"evaluate.checkpoint={tmp_path}/runs/second", f"evaluate.out={out}"]) == 0
     assert json.loads(out.read_text())["matthews"] == pytest.approx(last["matthews"])
+
+
+def test_psi_warms_up_with_the_schedule_of_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretrained = load_config(["model=powernorm", "scale=debug", "train.steps=9000", "schedule.warmup_steps=8000"])
+    assert pretrained.model.psi_warmup_steps == 8000  # type: ignore[attr-defined]
+    (tmp_path / "config.yaml").write_text(to_yaml(pretrained))
+    monkeypatch.setattr(taken_over, "find_checkpoint", lambda key, path: tmp_path)
+    given = with_trained_model(["run.init_from=x", *FILE, *LABELLED, "data.labels=['0','1']", "train.steps=50"])
+    model = load_config([*given, "schedule.warmup_steps=5"]).model
+    assert (model.name, model.psi_warmup_steps) == ("powernorm", 5)  # type: ignore[attr-defined]
 
 
 def test_what_is_taken_over(tmp_path: Path) -> None:

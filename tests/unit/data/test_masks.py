@@ -125,6 +125,12 @@ def test_whole_words() -> None:
         of_word = hidden[:, words == word]
         assert (of_word.all(1) | ~of_word.any(1)).all()
     assert 0.12 < hidden.mean() <= 0.15 + 1 / len(words)
+    # A document begins with a word, though bytes have no space there.
+    two = np.tile(np.append(tokenizer.eos, tokenizer.encode("To be")).astype(np.int64), (500, 1))
+    read, _ = replace(masks, share=0.4).of((two, two), np.arange(500), seed=0)
+    assert 0 < (read[:, 0] == 257).sum() < 500
+    assert ((read[:, 0] == 257) != (read[:, 1] == 257)).any()
+    np.testing.assert_array_equal(read[:, 1] == 257, read[:, 2] == 257)
 
 
 @pytest.mark.parametrize("name", ["gpt", "ngpt", "normformer", "angpt", "powernorm", "composed"])

@@ -12,6 +12,7 @@ import torch
 
 from ngpt_train.config import ConfigError, load_config
 from ngpt_train.config.schema import Config
+from ngpt_train.config.stored import differing_weights
 from ngpt_train.core.constants import IGNORED, PADDING
 from ngpt_train.core.errors import DataError
 from ngpt_train.data import TrainLoader, merged, open_dataset, reader_of
@@ -64,6 +65,8 @@ def test_a_window_is_cut_into_batches_of_like_length(batch_rows: int, multiple: 
     padding = 1 - sum(lengths[part].sum() for part in parts) / (sizes * window.halves).sum()
     assert padding < 0.02
     assert 0.3 < (np.diff(window.halves) > 0).mean() < 0.7
+    large = window_of(lengths, 0, 512, 20_001, seed=3)  # a window has many batches, however large they are
+    assert large.ends[-1] == 20_000
     for other in (
         window_of(lengths, 2, batch_rows, batch_rows * 192, 3),
         window_of(lengths, 1, batch_rows, batch_rows * 192, 4),
@@ -207,12 +210,47 @@ def test_aligned_files(tmp_path: Path) -> None:
         open_dataset(config_of(tmp_path, *of, "data.text_field=fr"))
     with pytest.raises(DataError, match="none is left to train on"):
         open_dataset(config_of(tmp_path, *of, f"data.val_files={tmp_path}/train"))
+    for file in ("train.de", "train.en", "valid.de", "valid.en"):
+        (tmp_path / f"{file}.txt").write_bytes((tmp_path / file).read_bytes())
+    as_text = open_dataset(config_of(tmp_path, *of, "data.text_field=de.txt", "data.translation_field=en.txt"))
+    assert as_text.fingerprint == data.fingerprint
+    with pytest.raises(DataError, match=r"train\.de\.txt: a text file has no fields de,en"):
+        open_dataset(config_of(tmp_path, *of, f"data.path={tmp_path}/train.de.txt"))
     (tmp_path / "valid.en").write_text("one\n")
     with pytest.raises(DataError, match=r"valid\.de has 6 lines and .*valid\.en has 1 line"):
         open_dataset(config_of(tmp_path, *of))
     (tmp_path / "valid.en").unlink()
     with pytest.raises(DataError, match=r"valid\.en: cannot be read"):
         open_dataset(config_of(tmp_path, *of))
+
+
+def test_a_side_that_is_no_text(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (tmp_path / "a.jsonl").write_text('{"source": "a", "target": "b"}\n{"source": "c", "target": null}\n')
+    pq.write_table(pa.table({"source": ["a"], "target": [b"b"]}), tmp_path / "b.parquet")
+    for file, said in (("a.jsonl", r"a\.jsonl, pair 2: .*NoneType"), ("b.parquet", r"row 1: 'target' holds bytes")):
+        with pytest.raises(DataError, match=said):
+            open_dataset(config_of(tmp_path, f"data.path={tmp_path / file}"))
+
+
+def test_the_weights_of_a_translator_are_those_of_a_prefix_model_and_of_a_labelled_one(tmp_path: Path) -> None:
+    translator = config_of(tmp_path, "model.vocab_size=300")
+    prefix = load_config(["model=composed_encoder_decoder", "scale=debug", "model.context=192", "model.vocab_size=300"])
+    labelled = load_config(
+        [
+            *("model=composed_encoder_decoder", "scale=debug", "model.context=191", "model.translates=true"),
+            *("data=local", "data.path=x.jsonl", "data.label_field=y", "data.labels=[a,b]", "model.vocab_size=300"),
+        ]
+    )
+    assert [x.model.objective for x in (translator, prefix, labelled)] == [
+        "translation",
+        "prefix_continuation",
+        "label",
+    ]
+    for a, b in ((translator, prefix), (prefix, translator), (translator, labelled)):
+        assert differing_weights(a.model, b.model) == []
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

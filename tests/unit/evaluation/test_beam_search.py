@@ -10,13 +10,22 @@ from torch import Tensor
 from ngpt_train.config import load_config
 from ngpt_train.evaluation.beam_search import Hypothesis, translate
 from ngpt_train.models import build_model
+from ngpt_train.models.decoding import CachedEncoderDecoder
 from ngpt_train.models.encoder_decoder import EncoderDecoder
+from ngpt_train.training.guards import NumericalError
 
 EOS = 0
 
 
-def model_of(architecture: str, *arguments: str) -> EncoderDecoder:
-    given = [f"model={architecture}", "scale=debug", "data=pairs", "data.path=x", "model.context=24", *arguments]
+def model_of(architecture: str, *arguments: str, context: int = 24) -> EncoderDecoder:
+    given = [
+        f"model={architecture}",
+        "scale=debug",
+        "data=pairs",
+        "data.path=x",
+        f"model.context={context}",
+        *arguments,
+    ]
     torch.manual_seed(1)
     model = build_model(load_config(given).model).double().eval()
     with torch.no_grad():
@@ -61,7 +70,7 @@ def test_a_wide_beam_finds_the_best_of_all(architecture: str, penalty: float) ->
     model = model_of(architecture, f"model.vocab_size={V}")
     sources = [torch.tensor(ids) for ids in ([1, 2, EOS], [3, EOS], [2, 2, 1, 3, 1, EOS])]
     wide = (V - 1) ** n + 1
-    for source, kept in zip(sources, translate(model, sources, EOS, wide, penalty, n), strict=True):
+    for source, kept in zip(sources, translate(model, sources, EOS, V, wide, penalty, n), strict=True):
         expected = all_translations(model, source, n, penalty, V)
         assert [one.ids for one in kept[:5]] == [one.ids for one in expected[:5]]
         assert [one.score for one in kept[:5]] == pytest.approx([one.score for one in expected[:5]], rel=1e-9)
@@ -79,7 +88,7 @@ def test_a_narrow_beam_beside_one_without_a_cache(n_beams: int, penalty: float) 
         torch.cat([torch.randint(1, 12, (int(n),), generator=draw), torch.tensor([EOS])])
         for n in torch.randint(1, 9, (12,), generator=draw)
     ]
-    together = translate(model, sources, EOS, n_beams, penalty, 8)
+    together = translate(model, sources, EOS, 12, n_beams, penalty, 8)
     lengths = set()
     for source, kept in zip(sources, together, strict=True):
         running: list[tuple[float, list[int]]] = [(0.0, [])]
@@ -106,3 +115,21 @@ def test_a_narrow_beam_beside_one_without_a_cache(n_beams: int, penalty: float) 
             assert alone[: len(kept[0].ids)] == kept[0].ids
     assert len(lengths) > 1
     assert all(math.isfinite(one.score) for kept in together for one in kept)
+
+
+def test_a_vocabulary_with_more_ids_than_the_tokenizer() -> None:
+    """Caught: an id that the tokenizer lacks; caches as long as a row, whatever the texts; weights that are NaN."""
+    model = model_of("gpt_encoder_decoder", "model.vocab_size=12", context=400)
+    kept = translate(model, [torch.tensor([1, 2, EOS])] * 5, EOS, 3, 4, 1.0, 9)
+    assert all(0 < i < 3 for of_text in kept for one in of_text for i in one.ids)
+    decoder = CachedEncoderDecoder(model)
+    decoder.begin([torch.tensor([1, 2, EOS, EOS])])
+    for _ in range(8):
+        decoder.next({0: 1})
+    slots = {attention.causal: cache.k.shape[2] for attention, cache in decoder.caches if cache.k is not None}
+    assert slots[False] == 3
+    assert 9 <= slots[True] <= 16
+    with torch.no_grad():
+        model.embedding.fill_(torch.nan)
+    with pytest.raises(NumericalError, match="not finite"):
+        translate(model, [torch.tensor([1, EOS])], EOS, 3)

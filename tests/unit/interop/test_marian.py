@@ -64,7 +64,7 @@ def test_there_and_back(tmp_path: Path) -> None:
     lengths = torch.randint(1, 14, (12,), generator=draw).tolist()
     sources = [torch.cat([torch.randint(1, 53, (n,), generator=draw), torch.tensor([EOS])]) for n in lengths]
     for n_beams, penalty in ((1, 1.0), (4, 1.0), (5, 0.6)):
-        ours = translate(model, sources, EOS, n_beams, penalty, 20)
+        ours = translate(model, sources, EOS, 53, n_beams, penalty, 20)
         options = {"length_penalty": penalty} if n_beams > 1 else {}
         for source, kept in zip(sources, ours, strict=True):
             ids = exported.generate(
