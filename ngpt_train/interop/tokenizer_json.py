@@ -6,9 +6,7 @@ training: tokenizer_config.json sets split_special_tokens.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -20,9 +18,8 @@ from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 Json = dict[str, Any]
-BPE = 2  # TrainerSpec.model_type
-NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # SentencePiece.type; 4: the user's own, 5: not used
-VARINT, EIGHT_BYTES, FOUR_BYTES = 0, 1, 5  # kinds of a field's value; else its length comes first
+BPE = 2  # of SentencePiece's model_type
+NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # types of a piece; 4: the user's own, 5: not used
 
 
 class NoCounterpartError(Exception):
@@ -93,47 +90,53 @@ def _words(tokenizer: Tokenizer) -> tuple[Json, str]:
 
 
 def _sentencepiece(tokenizer: Tokenizer) -> tuple[Json, str]:
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
+
     assert isinstance(tokenizer, SentencePieceTokenizer)
-    file = read_file(tokenizer.model)
+    file = ModelProto.FromString(tokenizer.model)
     if problem := _unlike(file):
         raise NoCounterpartError(f"tokenizer {tokenizer.name}: {problem}, which no tokenizer.json does in the same way")
-    # Without a space before each text, training turns the space symbol itself into bytes. So the file then spells the
-    # space as a space, and does not know the symbol, which becomes bytes.
-    spelled = file.pieces if file.adds_space else [piece.replace(SPACE_SYMBOL, " ") for piece in file.pieces]
+    adds_space = file.normalizer_spec.add_dummy_prefix  # before each text
+    # Without it, training turns the space symbol itself into bytes. So the file then spells the space as a space, and
+    # does not know the symbol, which becomes bytes.
+    spelled = [entry.piece if adds_space else entry.piece.replace(SPACE_SYMBOL, " ") for entry in file.pieces]
+    unknown = [spelled[i] for i, entry in enumerate(file.pieces) if entry.type == UNKNOWN]
     model = {
         **_bpe({piece: i for i, piece in enumerate(spelled)}, _merges(spelled, file)),
-        "unk_token": spelled[file.unknown] if file.unknown is not None else None,
+        "unk_token": unknown[0] if unknown else None,
         "fuse_unk": True,
         "byte_fallback": True,
     }
     normalizer: Json | None = None
     decoders: list[Json] = [{"type": "ByteFallback"}, {"type": "Fuse"}]
-    if file.adds_space:
+    if adds_space:
         space = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_SYMBOL}
         normalizer = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE_SYMBOL}, space]}
         decoders.insert(0, {"type": "Replace", "pattern": {"String": SPACE_SYMBOL}, "content": " "})
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    special = {spelled[i]: i for i in sorted({*file.control, *([] if file.unknown is None else [file.unknown])})}
+    special = {spelled[i]: i for i, entry in enumerate(file.pieces) if entry.type in (UNKNOWN, CONTROL)}
     decoder = {"type": "Sequence", "decoders": decoders}
     return _file(model, special, normalizer=normalizer, decoder=decoder), spelled[tokenizer.eos]
 
 
-def _unlike(file: SentencePieceFile) -> str | None:
+def _unlike(file: Any) -> str | None:
     """Names a property that BPE with byte fallback lacks; None if there is none."""
-    if file.kind != BPE:
+    if file.trainer_spec.model_type != BPE:
         return "it is no byte-pair encoding"
-    if file.normalizes or file.removes_spaces:
+    if file.normalizer_spec.precompiled_charsmap or file.normalizer_spec.remove_extra_whitespaces:
         return "it normalises the text"
-    if not file.byte_fallback:
+    if not file.trainer_spec.byte_fallback:
         return "it does not fall back to bytes"
-    return "it has pieces of the user's own" if file.own_pieces else None
+    own = any(entry.type not in (NORMAL, UNKNOWN, CONTROL, BYTE) for entry in file.pieces)
+    return "it has pieces of the user's own" if own else None
 
 
-def _merges(spelled: Sequence[str], file: SentencePieceFile) -> list[list[str]]:
+def _merges(spelled: Sequence[str], file: Any) -> list[list[str]]:
     """All pairs of pieces that make a piece, in SentencePiece's order: the highest score of the made piece first."""
-    usable = {spelled[i] for i in file.normal}
+    normal = [i for i, entry in enumerate(file.pieces) if entry.type == NORMAL]
+    usable = {spelled[i] for i in normal}
     found = []
-    for i in sorted(file.normal, key=lambda i: (-file.scores[i], i)):
+    for i in sorted(normal, key=lambda i: (-file.pieces[i].score, i)):
         cuts = range(1, len(spelled[i]))
         pairs = ([spelled[i][:cut], spelled[i][cut:]] for cut in cuts)
         found += [pair for pair in pairs if usable.issuperset(pair)]
@@ -179,83 +182,3 @@ def _file(model: Json, special: Mapping[str, int], **steps: Json | None) -> Json
 
 
 _COUNTERPARTS = {"bytes": _bytes, "gpt2": _gpt2, "hf": _hf, "sentencepiece": _sentencepiece, "words": _words}
-
-
-@dataclass
-class SentencePieceFile:
-    """The model file of SentencePiece: spelling and score of each piece by id, and the ids of each kind.
-
-    The file is a protocol buffer. The package sentencepiece does not tell its normalisation, so the needed fields are
-    read here.
-    """
-
-    pieces: list[str] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
-    normal: list[int] = field(default_factory=list)
-    control: list[int] = field(default_factory=list)
-    own_pieces: list[int] = field(default_factory=list)  # the user's own, and unused ones
-    unknown: int | None = None
-    kind: int = 1  # of model: Unigram
-    byte_fallback: bool = False
-    normalizes: bool = False  # replaces characters
-    adds_space: bool = True  # before each text
-    removes_spaces: bool = True  # repeated spaces, and spaces at the ends
-
-
-def read_file(model: bytes) -> SentencePieceFile:
-    """Reads a valid file: the package sentencepiece has loaded it before."""
-    file = SentencePieceFile()
-    for number, value in _fields(model):
-        if number == 1:
-            _add_piece(file, dict(_fields(value)))
-        elif number == 2:
-            trainer = dict(_fields(value))
-            file.kind = trainer.get(3, file.kind)
-            file.byte_fallback = bool(trainer.get(35, 0))
-        elif number == 3:
-            normalizer = dict(_fields(value))
-            file.normalizes = bool(normalizer.get(2, b""))
-            file.adds_space = bool(normalizer.get(3, 1))
-            file.removes_spaces = bool(normalizer.get(4, 1))
-    return file
-
-
-def _add_piece(file: SentencePieceFile, entry: Mapping[int, Any]) -> None:
-    number, kind = len(file.pieces), entry.get(3, NORMAL)
-    file.pieces.append(entry[1].decode())
-    file.scores.append(struct.unpack("<f", entry.get(2, bytes(4)))[0])
-    if kind == NORMAL:
-        file.normal.append(number)
-    elif kind == UNKNOWN:
-        file.unknown = number
-    elif kind == CONTROL:
-        file.control.append(number)
-    elif kind != BYTE:
-        file.own_pieces.append(number)
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """The number and the value of each field; the value is an int or bytes."""
-    at = 0
-    while at < len(message):
-        tag, at = _varint(message, at)
-        if tag & 7 == VARINT:
-            value, at = _varint(message, at)
-            yield tag >> 3, value
-            continue
-        size = {EIGHT_BYTES: 8, FOUR_BYTES: 4}.get(tag & 7)
-        if size is None:
-            size, at = _varint(message, at)
-        yield tag >> 3, message[at : at + size]
-        at += size
-
-
-def _varint(message: bytes, at: int) -> tuple[int, int]:
-    """An integer (seven bits a byte, the lowest first), and the position after it."""
-    value = shift = 0
-    while True:
-        byte = message[at]
-        value |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 128:
-            return value, at
