@@ -1,4 +1,4 @@
-"""A checkpoint holds weights, moments and averages under canonical names, whatever the layout; those of before load."""
+"""A checkpoint holds weights, moments and averages under canonical names, whatever the layout."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ngpt_train.models import export_weights
 from ngpt_train.models.weights import canonical, named_weights
 from ngpt_train.training import build_state, train_step
-from ngpt_train.training.checkpoint import Checkpoints, load_state, save
+from ngpt_train.training.checkpoint import Checkpoints, load_state
 from ngpt_train.training.state import TrainState
 from tests.processes.launch import on_ranks
 from tests.properties.architectures import SMALL
@@ -67,37 +67,20 @@ def whole(state: TrainState) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def by_parameter(_: Any, tensors: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
-    """The names that checkpoints had before."""
-    return {
-        f"{part}.{name}": value
-        for part, named in tensors.items()
-        for name, value in named.items()
-        if isinstance(value, Tensor)
-    }
-
-
 def kept_and_loaded(name: str, parallel: str, directory: str) -> dict[str, Any]:
-    """What this rank has stored, and finds again, under both kinds of names."""
+    """What this rank has stored, and finds again."""
     state = built(name, parallel)
     for _ in range(3):
         step(state)
-    kept = {}
-    for names in ("canonical", "before"):
-        if names == "before":
-            save.by_canonical_name = by_parameter  # type: ignore[assignment]
-        checkpoints = Checkpoints(Path(directory) / names, state.world, keep_last=1, keep_every=None)
-        kept[names] = checkpoints.save(state, {}, lambda path: None)
+    kept = Checkpoints(Path(directory), state.world, keep_last=1, keep_every=None).save(state, {}, lambda path: None)
     report = {"whole": whole(state), "sharded": any(isinstance(p, DTensor) for p in state.model.parameters())}
     expected = {key: x.clone() for key, x in local(state)}
     loss = step(state)
-    for names, path in kept.items():
-        other = built(name, parallel)
-        step(other)
-        load_state(path, other)
-        report[names] = [key for key, x in local(other) if not torch.equal(x, expected[key])]
-        report[f"{names}: goes on"] = step(other) == loss
-    return report
+    other = built(name, parallel)
+    step(other)
+    load_state(kept, other)
+    report["differ"] = [key for key, x in local(other) if not torch.equal(x, expected[key])]
+    return report | {"goes on": step(other) == loss}
 
 
 FAST = [("gpt", "single", 1), ("ngpt", "fsdp", 3), ("normformer", "ddp", 2), ("gpt with normuon", "fsdp", 3)]
@@ -117,23 +100,21 @@ MORE = {"gpt with normuon": ["momentum_buffer", "mean_square"], "ngpt with muonh
 )
 def test_names_and_shapes(name: str, parallel: str, ranks: int, tmp_path: Path) -> None:
     """In any layout, on other ranks too. Caught: fused matrices, parts cut at other rows, a rank whose rows of a part
-    are lost, a checkpoint of before that loads no more, or not to the bit."""
+    are lost, a checkpoint that does not load to the bit."""
     reports = on_ranks(kept_and_loaded, ranks, name, parallel, str(tmp_path))
     assert all(report["sharded"] == (parallel in ("fsdp", "hsdp")) for report in reports)
     expected = reports[0]["whole"]
-    stored = stored_tensors(tmp_path / "canonical/step_00000003")
+    stored = stored_tensors(tmp_path / "step_00000003")
     assert stored.keys() - {"statistics"} == {"model", "exp_avg", "exp_avg_sq", "step", "ema", *MORE.get(name, [])}
     for kind, tensors in expected.items():
         assert stored[kind].keys() == tensors.keys()
         assert all(torch.equal(stored[kind][key], x) for key, x in tensors.items()), kind
     assert {"embedding", "layers.0.wq", "layers.0.wk", "layers.0.w_down"} <= stored["model"].keys()
     for report in reports:
-        assert report["canonical"] == report["before"] == []
-        assert report["canonical: goes on"]
-        assert report["before: goes on"]
-    for names in ("canonical", "before"):
-        alone = built(name, "single")
-        load_state(tmp_path / names / "step_00000003", alone)
-        assert whole(alone).keys() == expected.keys()
-        for kind, tensors in whole(alone).items():
-            assert all(torch.equal(x, expected[kind][key]) for key, x in tensors.items()), (names, kind)
+        assert report["differ"] == []
+        assert report["goes on"]
+    alone = built(name, "single")
+    load_state(tmp_path / "step_00000003", alone)
+    assert whole(alone).keys() == expected.keys()
+    for kind, tensors in whole(alone).items():
+        assert all(torch.equal(x, expected[kind][key]) for key, x in tensors.items()), kind

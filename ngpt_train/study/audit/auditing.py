@@ -352,7 +352,7 @@ class Window:
         if self.tolerance is not None or not (one / MANIFEST).is_file():
             return
         try:
-            files, files_now = read_manifest(one).files, read_manifest(other).files
+            files, files_now = read_manifest(one), read_manifest(other)
             counters, counters_now = dict(read_json(one / STATE)), dict(read_json(other / STATE))
         except (DataError, TypeError, ValueError):
             return  # `check_checkpoint` names a damaged one
@@ -372,5 +372,5 @@ class Window:
 def copy_checkpoint(checkpoint: Path, target: Path) -> None:
     """Copies the files in the manifest. Others are not verified, and may be links to anywhere."""
     target.mkdir(parents=True)
-    for name in (MANIFEST, *read_manifest(checkpoint).files):
+    for name in (MANIFEST, *read_manifest(checkpoint)):
         shutil.copyfile(checkpoint / name, target / name)

@@ -194,7 +194,7 @@ def check_checkpoint(
     config.yaml. validation_losses: of the run, by step (validation.json)."""
     step, name = step_of(path), path.name
     try:
-        problems = differences(path, read_manifest(path).files)
+        problems = differences(path, read_manifest(path))
         progress, stored = read_progress(path), read_yaml(path / "config.yaml")
     except DataError as error:
         problems = [str(error)]

@@ -9,7 +9,6 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ NAME = re.compile(r"step_(\d{8,})")
 # A loss above TIMES_THE_SMALLEST times the smallest loss of the good checkpoints has exploded. The loss of a language
 # model that learns does not grow by half; a harder text or a small batch raises it by less.
 TIMES_THE_SMALLEST = 1.5
-FORMAT = 2  # tensors in safetensors; 1: in torch's own files, whose index is a pickle
+FORMAT = 2
 STATE = "state.json"
 MOST = 2**63  # torch's counters end below it
 SHA256, XXH3 = "sha256", "xxh3"
@@ -140,23 +139,17 @@ def _manifest(checkpoint: Path) -> dict[str, Any]:
     return {"good": True} | manifest if isinstance(manifest, dict) else {"good": False}
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """files: size and checksum of every file by its name."""
+def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
+    """Size and checksum of every file, by its name.
 
-    format: int
-    files: dict[str, dict[str, Any]]
-
-
-def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest. Raises DataError if it is damaged, names a file outside the directory, or leaves out state.json or
-    a file of tensors."""
+    Raises DataError for a manifest that is damaged, names a file outside the directory, or leaves out state.json or a
+    file of tensors."""
     manifest = read_json(checkpoint / MANIFEST)
     files = manifest.get("files") if isinstance(manifest, dict) else None
     if not isinstance(files, dict):
         problem = "it names no files"
-    elif manifest.get("format") not in (1, FORMAT):
-        problem = f"its format is {manifest.get('format')!r}, this version of ngpt-train reads 1 and {FORMAT}"
+    elif manifest.get("format") != FORMAT:
+        problem = f"its format is {manifest.get('format')!r}, this version of ngpt-train reads {FORMAT}"
     elif outside := [name for name in files if name in ("", ".", "..", MANIFEST) or "/" in name or "\0" in name]:
         problem = f"it names {outside[0]!r}, which is no file of a checkpoint"
     elif faulty := [name for name, entry in files.items() if not _is_entry(entry)]:
@@ -166,13 +159,12 @@ def read_manifest(checkpoint: Path) -> Manifest:
     elif unnamed := sorted(name for name in os.listdir(checkpoint) if has_tensors(name) and name not in files):
         problem = f"it does not name {unnamed[0]}"
     else:
-        return Manifest(manifest["format"], files)
+        return files
     raise DataError(f"{checkpoint / MANIFEST} is damaged: {problem}. Use another checkpoint.")
 
 
 def has_tensors(name: str) -> bool:
-    """True for a file of tensors, and for their index in format 1."""
-    return name.endswith((".safetensors", ".distcp")) or name == ".metadata"
+    return name.endswith(".safetensors")
 
 
 def _is_entry(entry: Any) -> bool:
@@ -258,7 +250,7 @@ def verify(checkpoint: Path, world: World) -> None:
 
     Raises DataError, on every rank, with the differences.
     """
-    files = world.on_main(lambda: read_manifest(checkpoint)).files  # one rank reads it, so that all ranks agree
+    files = world.on_main(lambda: read_manifest(checkpoint))  # one rank reads it, so that all ranks agree
     mine = {name: entry for index, (name, entry) in enumerate(files.items()) if index % world.size == world.rank}
     own = world.on_all_without_timeout(lambda: differences(checkpoint, mine))  # a slow disk takes long
     found = [problem for part in world.gather(own) for problem in part]
@@ -272,7 +264,7 @@ def newest_with_config(checkpoints: Sequence[Path]) -> Path | None:
     the oldest first. No collective call, and quick: the files of tensors are not read."""
     for checkpoint in reversed(checkpoints):
         with contextlib.suppress(DataError):
-            files = read_manifest(checkpoint).files
+            files = read_manifest(checkpoint)
             small = {name: entry for name, entry in files.items() if not has_tensors(name)}
             read_progress(checkpoint)
             if not differences(checkpoint, small):

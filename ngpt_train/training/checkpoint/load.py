@@ -22,7 +22,6 @@ from ngpt_train.training.checkpoint.state_tensors import (
     by_canonical_name,
     empty_statistics,
     moving_average,
-    names_parameters,
     set_statistics,
 )
 from ngpt_train.training.checkpoint.tensor_files import StoredTensors
@@ -80,9 +79,8 @@ def load_model(checkpoint: Path, model: Decoder, world: World, part: str = "mode
 
 def open_tensors(checkpoint: Path) -> StoredTensors:
     """The tensors of a checkpoint. Executes nothing. Raises DataError."""
-    manifest = read_manifest(checkpoint)
-    check_kinds((checkpoint / name for name in manifest.files), directories=())
-    return StoredTensors(checkpoint, manifest)
+    check_kinds((checkpoint / name for name in read_manifest(checkpoint)), directories=())
+    return StoredTensors(checkpoint)
 
 
 def read_tensors(checkpoint: Path, model: Decoder, tensors: Mapping[str, Mapping[str, Any]]) -> None:
@@ -90,10 +88,7 @@ def read_tensors(checkpoint: Path, model: Decoder, tensors: Mapping[str, Mapping
     stored = open_tensors(checkpoint)
     if "ema" in tensors and not any(name.startswith("ema.") for name in stored.names):
         raise DataError(f"The checkpoint {checkpoint} has no moving average: its run had optim.ema_decay=null.")
-    if names_parameters(stored.names):
-        named = {f"{part}.{name}": value for part, of_part in tensors.items() for name, value in of_part.items()}
-    else:
-        named = by_canonical_name(model, tensors)
+    named = by_canonical_name(model, tensors)
     if missing := [name for name in named if name not in stored.names]:
         raise DataError(
             f"The checkpoint {checkpoint} has no {missing[0]}: another version of ngpt-train wrote it, which called "

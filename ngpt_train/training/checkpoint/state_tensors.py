@@ -12,7 +12,7 @@ parameter is sharded, of this rank's rows. Nothing is copied or gathered, and re
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -116,11 +116,6 @@ def cut(tensor: Tensor, parts: Mapping[str, int]) -> dict[str, Tensor]:
         )
         begin += rows
     return found
-
-
-def names_parameters(names: Collection[str]) -> bool:
-    """True for the names of an earlier version, which named the parameters and not the weights in them."""
-    return any(name.startswith("model.") for name in names)
 
 
 def moving_average(state: TrainState) -> dict[str, dict[str, Tensor]]:

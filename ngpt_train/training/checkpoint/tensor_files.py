@@ -1,18 +1,13 @@
 """Writes and reads the tensor files of a checkpoint.
 
-A piece is one rank's rows of a tensor, with its place in the tensor. Format 2 has a safetensors file for each rank's
-pieces: the length of a header, the header in JSON, and the bytes of one tensor after the other. Bytes are summed while
-they are written, so that nothing is read again for a checksum; safetensors' own functions put a file together in
-memory, and leave its checksum to a second pass.
-
-torch.distributed.checkpoint (DCP) reads both formats. Format 1 has DCP's own files, and their index, `.metadata`, is a
-pickle. A pickle may call any function, and DCP's reader lets it. So `.metadata` is first read here, by an unpickler
-that makes the classes of DCP and no others.
+A piece is one rank's rows of a tensor, with its place in the tensor. A safetensors file has the pieces of a rank: the
+length of a header, the header in JSON, and the bytes of one tensor after the other. Bytes are summed while they are
+written, so that nothing is read again for a checksum; safetensors' own functions put a file together in memory, and
+leave its checksum to a second pass. torch.distributed.checkpoint (DCP) reads the files.
 """
 
 import json
 import os
-import pickle
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +20,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from ngpt_train.core.errors import DataError
-from ngpt_train.training.checkpoint.catalogue import CHUNK, Manifest, new_checksum
+from ngpt_train.training.checkpoint.catalogue import CHUNK, new_checksum
 
 Place = tuple[str, tuple[int, ...]]  # a tensor's name, and where in the tensor a piece begins
 _DTYPES = {
@@ -38,23 +33,7 @@ _DTYPES = {
 }
 # Where each piece lies in its tensor, by the names that torch.distributed.checkpoint reads.
 PLACES, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
-
-METADATA = ".metadata"
 MOST_THREADS = 8  # that read files
-_DCP = "torch.distributed.checkpoint"
-_ALLOWED = {
-    *(
-        (f"{_DCP}.metadata", name)
-        for name in (
-            *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-            *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-        )
-    ),
-    (f"{_DCP}.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-}
 
 
 @dataclass(frozen=True)
@@ -130,55 +109,18 @@ def in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if (module, name) not in _ALLOWED and not is_dtype:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        return super().find_class(module, name)
-
-
-def read_metadata(checkpoint: Path, files: set[str]) -> Metadata:
-    """The place of each tensor in the files of a checkpoint. files: the names in its manifest.
-
-    Raises DataError for a pickle with anything else in it, and for tensors in files outside the manifest.
-    """
-    try:
-        with (checkpoint / METADATA).open("rb") as file:
-            metadata = _Unpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise TypeError(f"a {type(metadata).__name__}")
-        elsewhere = {str(place.relative_path) for place in metadata.storage_data.values()} - files
-        names = set(metadata.state_dict_metadata)
-    except (OSError, RecursionError, MemoryError) as error:
-        raise DataError(f"{checkpoint / METADATA} cannot be read: {error}") from None
-    except Exception as error:  # a damaged pickle may raise anything
-        problem = f"{type(error).__name__}: {error}"
-        raise DataError(f"{checkpoint / METADATA} is not what torch writes ({problem}); do not use it") from None
-    if elsewhere or not all(isinstance(name, str) for name in names):
-        raise DataError(
-            f"{checkpoint / METADATA} has tensors in files that the manifest does not name, such as "
-            f"{next(iter(elsewhere), '?')}; do not use it"
-        )
-    return metadata
-
-
 class StoredTensors:
-    """The tensors of a checkpoint, in safetensors files or, in format 1, in torch's own. torch reads both."""
+    """The tensors of a checkpoint, read by torch."""
 
-    def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
+    def __init__(self, checkpoint: Path) -> None:
         """Reads the place of each tensor. Raises DataError for a file that is damaged."""
         self.checkpoint = checkpoint
-        if manifest.format == 1:
-            self._reader = dcp.FileSystemReader(checkpoint)
-            metadata = read_metadata(checkpoint, set(manifest.files))
-        else:
-            self._reader = HuggingFaceStorageReader(str(checkpoint), thread_count=MOST_THREADS)
-            try:
-                metadata = self._reader.read_metadata()
-            except Exception as error:  # from safetensors, or for a header without places
-                problem = f"{_unreadable(checkpoint)}{in_one_line(error)}"
-                raise DataError(f"The checkpoint {checkpoint} cannot be read: {problem}") from None
+        self._reader = HuggingFaceStorageReader(str(checkpoint), thread_count=MOST_THREADS)
+        try:
+            metadata = self._reader.read_metadata()
+        except Exception as error:  # from safetensors, or for a header without places
+            problem = f"{_unreadable(checkpoint)}{in_one_line(error)}"
+            raise DataError(f"The checkpoint {checkpoint} cannot be read: {problem}") from None
         found = metadata.state_dict_metadata.items()
         self._stored = {name: entry for name, entry in found if isinstance(entry, TensorStorageMetadata)}
         self.names = self._stored.keys()

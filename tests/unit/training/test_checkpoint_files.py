@@ -15,13 +15,12 @@ from ngpt_train.config import load_config
 from ngpt_train.core.errors import DataError
 from ngpt_train.training import TrainState, build_state, train_step
 from ngpt_train.training.checkpoint import Checkpoints, load_state
-from ngpt_train.training.checkpoint.catalogue import Manifest, differences, size_and_checksum, verify
+from ngpt_train.training.checkpoint.catalogue import differences, size_and_checksum, verify
 from ngpt_train.training.checkpoint.save import share
 from ngpt_train.training.checkpoint.tensor_files import Piece, StoredTensors, write_tensors
 from ngpt_train.training.hooks import saving
 from ngpt_train.training.hooks.saving import Staging, resolve_asynchronous
 
-NO_PICKLE = Manifest(2, {})
 FILE = "shard-00001-model-00001-of-00001.safetensors"
 TENSORS = {
     "b": torch.arange(6.0).reshape(2, 3),
@@ -55,7 +54,7 @@ def test_a_file_is_what_its_libraries_read(tmp_path: Path, kind: str) -> None:
     dcp.load(by_torch, storage_reader=HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
     assert all(torch.equal(by_torch[name], tensor) for name, tensor in TENSORS.items())
     ours = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
-    StoredTensors(tmp_path, NO_PICKLE).read(ours)
+    StoredTensors(tmp_path).read(ours)
     assert all(torch.equal(ours[name], tensor) for name, tensor in TENSORS.items())
 
 
@@ -66,23 +65,23 @@ def test_pieces_of_ranks_are_put_together(tmp_path: Path) -> None:
     for rank, (begin, end) in enumerate([(0, 2), (2, 4), (4, 5)]):
         write_tensors(tmp_path / f"shard-{rank}.safetensors", [Piece("w", (begin, 0), whole[begin:end])], "xxh3")
     read = {"w": torch.zeros(5, 4)}
-    StoredTensors(tmp_path, NO_PICKLE).read(read)
+    StoredTensors(tmp_path).read(read)
     assert torch.equal(read["w"], whole)
     with pytest.raises(DataError, match=r"w has the shape \[5, 4\] there, and \[6, 4\] in the model"):
-        StoredTensors(tmp_path, NO_PICKLE).read({"w": torch.zeros(6, 4)})
+        StoredTensors(tmp_path).read({"w": torch.zeros(6, 4)})
     write_tensors(tmp_path / "shard-3.safetensors", [Piece("w", (0, 0), whole[0:2])], "xxh3")
     (tmp_path / "shard-1.safetensors").rename(tmp_path / "elsewhere")
     with pytest.raises(DataError, match="lacks a part of w"):  # as many numbers as w has, rows 0 and 1 twice
-        StoredTensors(tmp_path, NO_PICKLE).read({"w": torch.zeros(5, 4)})
+        StoredTensors(tmp_path).read({"w": torch.zeros(5, 4)})
     (tmp_path / "shard-3.safetensors").unlink()
     with pytest.raises(DataError, match="lacks a part of w"):
-        StoredTensors(tmp_path, NO_PICKLE).read({"w": torch.zeros(5, 4)})
+        StoredTensors(tmp_path).read({"w": torch.zeros(5, 4)})
     save_file({"w": whole}, tmp_path / "shard-1.safetensors")
     with pytest.raises(DataError, match="has one twice"):
-        StoredTensors(tmp_path, NO_PICKLE).read({"w": torch.zeros(5, 4)})
+        StoredTensors(tmp_path).read({"w": torch.zeros(5, 4)})
     (tmp_path / "shard-1.safetensors").write_bytes(b"{")
     with pytest.raises(DataError, match=r"cannot be read: shard-1\.safetensors: SafetensorError: "):
-        StoredTensors(tmp_path, NO_PICKLE)
+        StoredTensors(tmp_path)
 
 
 def test_each_place_is_written_once() -> None:
