@@ -89,8 +89,8 @@ def planned_rows(config: Config) -> dict[str, EpochRows | None]:
 
 def _planned(config: Config) -> EpochRows | None:
     data = config.data
-    if data.objective == "prefix_continuation":
-        return None  # a row is a document of sufficient length, and their number is unknown
+    if data.objective not in ("next_token", "masked"):
+        return None  # a row is a document of sufficient length, an example or a pair, and their number is unknown
     try:
         if data.kind == "tokens":
             tokens = count_tokens(config)
@@ -128,8 +128,10 @@ def bytes_per_token(config: Config) -> float:
 
 
 def many_epochs(sizes: Mapping[str, EpochRows | None], config: Config) -> Iterator[str]:
-    """Warns of each source with more than MANY_EPOCHS epochs in train.steps."""
+    """Warns of each source with more than MANY_EPOCHS epochs in train.steps. Of pairs a batch has any number."""
     train, context = config.train, config.model.context
+    if config.data.translation_field is not None:
+        return
     for name, size in sizes.items():
         if size is None or (epochs := size.epochs(train.steps * train.rows_per_step)) <= MANY_EPOCHS:
             continue

@@ -19,7 +19,8 @@ from ngpt_train.data.tokenizers.tokenizer import Ids, Tokenizer
 
 
 def open_labelled(config: Config, tokenizer: Tokenizer) -> Dataset:
-    """Both splits of examples. Raises DataError for a faulty text or label, and for a split without examples."""
+    """Both splits of examples; with data.val_fraction=1 all validate. Raises DataError for a faulty text or label, and
+    for a split without examples."""
     data, path = config.data, path_of(config)
     source, documents = documents_by_split(data)
     splits = [_examples(split, path, of_split, config, tokenizer) for split, of_split in documents.items()]
@@ -35,9 +36,9 @@ def _examples(split: str, path: Path, documents: list[list[Any]], config: Config
     for *fields, label in documents:
         texts.append([tokenizer.encode(text) for text in fields])
         labels.append(label_of(label, config.data.labels, path))
-    if not texts:
+    if not texts and (split == "validation" or config.data.val_fraction < 1):
         raise DataError(f"{path}: the {split} split has no example; name files with data.val_files, or add examples")
-    return Examples(split, path, tokenizer.eos, texts, np.array(labels))
+    return Examples(split, path, tokenizer.eos, texts, np.array(labels, np.int64))
 
 
 def label_of(value: object, labels: Sequence[str] | None, path: Path) -> int:

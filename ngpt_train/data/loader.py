@@ -116,7 +116,7 @@ class PairReader(Reader):
         rows = config.train.rows_per_step
         self._rows, self._batch_rows, self._seed = PairRows(pairs), rows, config.run.seed
         self._most_tokens = rows * config.model.context
-        self._size = window_size(self._most_tokens)
+        self._size = window_size(len(pairs.lengths), self._most_tokens)
         self._window = functools.lru_cache(maxsize=2)(self._window_of)
         if rows_multiple(rows) % world_size:
             raise ConfigError(

@@ -25,7 +25,7 @@ from ngpt_train.data.permutation import keyed_order, shuffled
 if TYPE_CHECKING:
     from ngpt_train.data.dataset import Pairs
 
-WINDOW = 8192  # fewest pairs of a window; a multiple of MULTIPLE
+WINDOW = 8192  # pairs of a window
 MULTIPLE = 8  # of rows in a batch, so that 2, 4 or 8 ranks share it
 
 
@@ -72,15 +72,16 @@ def rows_multiple(batch_rows: int) -> int:
     return math.gcd(batch_rows, MULTIPLE)
 
 
-def window_size(most_tokens: int) -> int:
-    """Pairs that are sorted by length together: one for each token of a batch, so that a window has many batches."""
-    return max(WINDOW, most_tokens // MULTIPLE * MULTIPLE)
+def window_size(n_pairs: int, most_tokens: int) -> int:
+    """Pairs that are sorted by length together, a multiple of MULTIPLE: WINDOW, or one for each token of a larger
+    batch, so that a window has many batches; and no more than there are, so that a batch has no pair twice."""
+    return max(MULTIPLE, min(n_pairs, max(WINDOW, most_tokens)) // MULTIPLE * MULTIPLE)
 
 
 def window_of(lengths: NDArray[np.int64], number: int, batch_rows: int, most_tokens: int, seed: int) -> Window:
     """Window `number` of a run. lengths: of all pairs. most_tokens: of a batch, padding included, enough for batch_rows
     of the longest pairs."""
-    size = window_size(most_tokens)
+    size = window_size(len(lengths), most_tokens)
     indices = shuffled(np.arange(number * size, (number + 1) * size), len(lengths), seed)
     indices = indices[np.argsort(lengths[indices], kind="stable")]
     parts = [indices[first:end] for first, end in _cuts(lengths[indices], rows_multiple(batch_rows), most_tokens)]

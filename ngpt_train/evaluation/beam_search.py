@@ -72,10 +72,10 @@ def translate(
     log_p[:, 0] = 0  # at first all beams are the same
     running: list[list[list[int]]] = [[[] for _ in range(n_beams)] for _ in sources]
     for n_tokens in range(1, limit + 1):
-        logits = logits[:, :vocab_size].double()
         if not logits.isfinite().all():
             raise NumericalError("the model's logits are not finite: its weights are NaN or far too large")
-        of_next = logits.log_softmax(-1).view(n, n_beams, -1) + log_p[:, :, None]  # (n, K, V)
+        of_model = logits.double().log_softmax(-1)[:, :vocab_size]
+        of_next = of_model.reshape(n, n_beams, -1) + log_p[:, :, None]  # (n, K, V)
         n_looked_at = min(2 * n_beams, of_next[0].numel())
         best, places = of_next.flatten(1).topk(n_looked_at)  # (n, 2 K)
         parents, tokens = (places // of_next.shape[2]).tolist(), (places % of_next.shape[2]).tolist()

@@ -82,8 +82,10 @@ class Restored(Trained):
     def generate(self, prompt: str, **options: Any) -> str:
         """Continues a prompt. options: keys of `generate` from OPTIONS, such as max_new_tokens=50, temperature=0.
 
-        Raises ConfigError for another key or a wrong value.
+        Raises ConfigError for another key or a wrong value, and for a model that continues no text.
         """
+        if problem := self.config.model.refuses_text():
+            raise ConfigError(f"{self.path}: {problem}")
         keys = {name: key for name, key in all_keys().items() if name in OPTIONS}
         values = {f"generate.{name}": value for name, value in options.items()}
         check_leaves(values, keys)

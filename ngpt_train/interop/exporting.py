@@ -81,7 +81,9 @@ def _write(restored: Restored, own: ExportConfig, layout: Layout, work: Path) ->
     if layout.for_transformers:
         config_json |= {**ends, "dtype": str(DTYPES[own.dtype]).removeprefix("torch."), "use_cache": True}
         # config.json has no padding id: transformers would give the embedding of that id no gradient.
-        write_json(work / "generation_config.json", {**ends, "pad_token_id": tokenizer.eos})
+        own_ids = list(range(tokenizer.vocab_size, int(config.vocab_size)))  # of no text; ours never samples them
+        more = {"suppress_tokens": own_ids} if own_ids else {}
+        write_json(work / "generation_config.json", {**ends, "pad_token_id": tokenizer.eos, **more})
     write_json(work / "config.json", config_json)
     for path in layout.files:
         shutil.copyfile(path, work / path.name)

@@ -90,8 +90,11 @@ def _words(tokenizer: Tokenizer) -> tuple[Json, str]:
 
 
 def _sentencepiece(tokenizer: Tokenizer) -> tuple[Json, str]:
-    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
-
+    try:
+        from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
+    except Exception as error:  # protobuf's own, for a version that is older than sentencepiece's
+        fix = "pip install -U protobuf sentencepiece"
+        raise NoCounterpartError(f"tokenizer {tokenizer.name}: {error}; for a tokenizer.json {fix}") from None
     assert isinstance(tokenizer, SentencePieceTokenizer)
     file = ModelProto.FromString(tokenizer.model)
     if problem := _unlike(file):

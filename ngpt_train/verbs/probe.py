@@ -21,7 +21,7 @@ from ngpt_train.config.places import make_directory
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.data import mixture_of
 from ngpt_train.config.sections.records import check_contexts
-from ngpt_train.core.errors import DataError
+from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import write_atomically
 from ngpt_train.core.secrets import command_of, redacted
 from ngpt_train.data import open_dataset
@@ -41,8 +41,8 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     """Prints losses by class and writes probe.json and page.html into probe.out; returns 0.
 
     The rows are those of the first checkpoint's data, as `evaluate` takes them. Raises ConfigError for an override that
-    contradicts a checkpoint, DataError where a checkpoint or its data cannot be read, or the second model cannot take
-    the same rows.
+    contradicts a checkpoint, and for a model that continues no text; DataError where a checkpoint or its data cannot be
+    read, or the second model cannot take the same rows.
     """
     own = config.probe
     trained = [named("probe", "checkpoints", value, own) for value in own.checkpoints or []]
@@ -50,6 +50,8 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     names = names_of([each.path for each in trained], [step_of(each.path) for each in trained])
     world = join_world(config)
     first = restore(trained[0], config, world)
+    if problem := first.config.model.refuses_text():
+        raise ConfigError(f"probe: {problem}\n  Choose the checkpoint of a model that continues text")
     combined = combine(config, first.config, overrides)
     combined = replace(combined, eval=replace(combined.eval, contexts=None))
     check_contexts(combined)

@@ -33,7 +33,7 @@ def read_file(path: Path, text_field: str, part: tuple[int, int] | None = None) 
     Raises FetchError if the file cannot be read, DataError if it is damaged, is not UTF-8 or lacks `text_field`.
     """
     first, *others = text_field.split(",")
-    if others and path.name.endswith(f".{first}"):
+    if len(others) == 1 and path.name.endswith(f".{first}"):
         yield from _read_aligned(path, text_field)
         return
     if others and extension(path).startswith(".txt"):

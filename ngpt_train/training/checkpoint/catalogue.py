@@ -150,6 +150,7 @@ def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
         problem = "it names no files"
     elif manifest.get("format") != FORMAT:
         problem = f"its format is {manifest.get('format')!r}, this version of ngpt-train reads {FORMAT}"
+        raise DataError(f"{checkpoint / MANIFEST}: {problem}. Use the version that wrote it, or another checkpoint.")
     elif outside := [name for name in files if name in ("", ".", "..", MANIFEST) or "/" in name or "\0" in name]:
         problem = f"it names {outside[0]!r}, which is no file of a checkpoint"
     elif faulty := [name for name, entry in files.items() if not _is_entry(entry)]:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 
+from ngpt_train import load
 from ngpt_train.__main__ import main
 from ngpt_train.config import load_config
 from ngpt_train.config.stored import read_yaml, to_yaml
@@ -17,6 +18,7 @@ from ngpt_train.core.constants import IGNORED, MILLION
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data import load_tokenizer, open_dataset
 from ngpt_train.data.dataset import Examples
+from ngpt_train.data.epochs import planned_rows
 from ngpt_train.data.label_rows import LabelRows, joined
 from ngpt_train.data.labelled import label_of
 from ngpt_train.distributed.world import World
@@ -161,6 +163,10 @@ def test_fine_tuning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "accuracy" in capsys.readouterr().out
     assert main(["generate", f"generate.checkpoint={tmp_path}/runs/second"]) == 2
     assert "answers labels, and continues no text" in capsys.readouterr().err
+    assert main(["probe", f"probe.checkpoints=[{tmp_path}/runs/first]"]) == 2
+    assert "fills in masks, and continues no text" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="fills in masks"):
+        load(tmp_path / "runs/first").generate("a")
     out = tmp_path / "found.json"
     assert main(["evaluate", f"evaluate.checkpoint={tmp_path}/runs/second", f"evaluate.out={out}"]) == 0
     assert json.loads(out.read_text())["matthews"] == pytest.approx(last["matthews"])
@@ -272,3 +278,13 @@ def test_refusals(options: list[str], said: str, capsys: pytest.CaptureFixture[s
 def test_conflicts_name_the_keys() -> None:
     with pytest.raises(ConfigError, match=r"model\.n_classes"):
         load_config([*LABELLED, "data.labels=['a','b']", "model.n_classes=3"])
+
+
+def test_examples_of_another_file_all_validate(tmp_path: Path) -> None:
+    (tmp_path / "other.tsv").write_text("".join(f"{k % 2}\ttext {k}\n" for k in range(9)))
+    given = ["model=gpt", "scale=debug", "tokenizer=bytes", "data=local", f"data.path={tmp_path}/other.tsv"]
+    given += ["data.text_field=2", "data.label_field=1", "data.labels=['0','1']", f"data.cache={tmp_path}/cache"]
+    data = open_dataset(load_config([*given, "data.val_fraction=1"]))
+    assert isinstance(data.validation, Examples)
+    assert data.validation.labels.tolist() == [0, 1] * 4 + [0]
+    assert planned_rows(load_config([*given, "model.vocab_size=300"])) == {"": None}
