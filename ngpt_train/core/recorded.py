@@ -160,6 +160,13 @@ def printable(line: str) -> str:
     return "".join(x if x.isprintable() else "?" for x in line)
 
 
+def finite(record: Record) -> Record:
+    """The record with None for numbers that JSON lacks."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
+    }
+
+
 def measured(record: Record, digits: int) -> str:
     """The metrics of an eval record beside its loss: `ppl 53.9  bits/byte 1.521` of a text, `accuracy 0.8123  f1 0.79`
     of labels, both of masked tokens, and the scores of translations."""

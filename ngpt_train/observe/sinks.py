@@ -4,13 +4,12 @@ import contextlib
 import errno
 import json
 import logging
-import math
 import os
 from pathlib import Path
 from typing import Any
 
 from ngpt_train.core.files import json_lines, write_atomically
-from ngpt_train.core.recorded import Sink
+from ngpt_train.core.recorded import Sink, finite
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +51,7 @@ class JsonlSink(Sink):
         if key in self._written:
             return
         self._written.add(key)
-        finite = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in record.items()
-        }
-        self._pending.append((json.dumps(finite, allow_nan=False) + "\n").encode())
+        self._pending.append((json.dumps(finite(record), allow_nan=False) + "\n").encode())
         try:
             self._write()
         except OSError as error:

@@ -16,7 +16,7 @@ from ngpt_train.config.sections.records import check_contexts
 from ngpt_train.config.validate import mistake, show
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_atomically, write_json
-from ngpt_train.core.recorded import measured
+from ngpt_train.core.recorded import finite, measured
 from ngpt_train.data import open_dataset
 from ngpt_train.data.sources import documents_by_split, open_source
 from ngpt_train.data.tokenizers.tokenizer import tokenizer_identity
@@ -225,7 +225,7 @@ def output(config: Config, *beside: str) -> tuple[Path | None, list[str]]:
 
 def write(out: Path, result: dict[str, Any], files: Sequence[str]) -> None:
     """Writes `result`, beside which `files` are."""
-    write_json(out, result)
+    write_json(out, finite(result))
     logger.info("written to %s: %s", out.parent, ", ".join([out.name, *files]))
 
 
