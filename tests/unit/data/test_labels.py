@@ -160,6 +160,9 @@ def test_fine_tuning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert np.mean([x["label"] == x["answer"] for x in found]) == pytest.approx(last["accuracy"])
     assert {x["label"] for x in found} == {0, 1}
     assert last["accuracy"] > 0.7
+    matrices = [w for w in export_weights(load(tmp_path / "runs/second").model).values() if w.ndim == 2]
+    assert matrices
+    assert all(min((w.norm(dim=k) - 1).abs().max() for k in (0, 1)) < 1e-6 for w in matrices)  # the head's rows too
     assert "accuracy" in capsys.readouterr().out
     assert main(["generate", f"generate.checkpoint={tmp_path}/runs/second"]) == 2
     assert "answers labels, and continues no text" in capsys.readouterr().err
