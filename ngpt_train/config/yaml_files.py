@@ -11,7 +11,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import takewhile
@@ -119,6 +119,27 @@ class Row(NamedTuple):
     values: dict[str, Any]
 
 
+class _Options(Mapping[str, list[str]]):
+    """The options of each group, read when they are asked for: most command lines need no file of experiments."""
+
+    def __init__(self, read: Callable[[str], list[str]]) -> None:
+        self._read = read
+
+    def __getitem__(self, group: str) -> list[str]:
+        if group not in GROUPS:
+            raise KeyError(group)
+        return self._read(group)
+
+    def __contains__(self, group: object) -> bool:
+        return group in GROUPS
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(GROUPS)
+
+    def __len__(self) -> int:
+        return len(GROUPS)
+
+
 class Files:
     """The YAML files: packaged ones, those of plug-ins, then those of `user_dir`. Of two files of one name the first
     counts. Raises ConfigError where `user_dir` is no directory of such files."""
@@ -137,11 +158,9 @@ class Files:
             self.directories.append(user)
 
     @cached_property
-    def options(self) -> dict[str, list[str]]:
+    def options(self) -> Mapping[str, list[str]]:
         """The options of each group; only those of NONE_OF can be none (`null`)."""
-        options = {group: self._options(group) for group in GROUPS}
-        options["experiment"] = self._experiments(options["experiment"])
-        return options | {group: [*options[group], "null"] for group in NONE_OF}
+        return _Options(cache(self._options))
 
     def option(self, config_path: str) -> Option:
         """`group/option`, which exists."""
@@ -227,7 +246,10 @@ class Files:
     def _options(self, group: str) -> list[str]:
         roots = [directory / group for directory in self.directories]
         files = {path.relative_to(root).with_suffix("").as_posix() for root in roots for path in root.rglob("*.yaml")}
-        return sorted(files | {name.partition("/")[2] for name in BUILT_IN if name.startswith(f"{group}/")})
+        names = sorted(files | {name.partition("/")[2] for name in BUILT_IN if name.startswith(f"{group}/")})
+        if group == "experiment":
+            names = self._experiments(names)
+        return [*names, "null"] if group in NONE_OF else names
 
     def _experiments(self, files: Sequence[str]) -> list[str]:
         """The names of the experiments; in a table's place those of its rows, in the order of the file."""
@@ -264,16 +286,17 @@ class Files:
     def _choice(self, entry: Any, of: Option) -> tuple[str, str] | None:
         """The (group, option) that an entry of a defaults list chooses, None if it chooses nothing."""
         place, own = f"in the defaults of {of.path}", of.group if of.group != PRIMARY else ""
-        options = {**self.options, SCHEMA_GROUP: list(architectures())}
         ((target, option),) = entry.items() if isinstance(entry, dict) and len(entry) == 1 else ((own, entry),)
         overriding = str(target).startswith("override ")
         target = str(target).removeprefix("override ").lstrip("/").partition("@")[0]
         if option in (None, "_self_") or not target:
             return None
-        if target not in options:
-            problem = f"{target}: no such group{did_you_mean(nearest(target, options))}"
-            raise mistake(problem, f"Groups: {', '.join(options)}", place=place)
-        check_option(target, str(option), options[target], place)
+        groups = [*self.options, SCHEMA_GROUP]
+        if target not in groups:
+            problem = f"{target}: no such group{did_you_mean(nearest(target, groups))}"
+            raise mistake(problem, f"Groups: {', '.join(groups)}", place=place)
+        names = [*architectures()] if target == SCHEMA_GROUP else self.options[target]
+        check_option(target, str(option), names, place)
         if own not in (target, "") and not overriding:
             raise mistake(f"{target}={option}: already chosen", f"Write override /{target}: {option}", place=place)
         return target, str(option)
@@ -316,7 +339,7 @@ def parse_row(row: Any, options: Mapping[str, Sequence[str]], place: str) -> Row
         fix = "For example {model: gpt, optim.lr: 1.0e-3}; a row that sets nothing is {}"
         raise mistake(f"{show(row)}: a row is a mapping of groups to options and keys to values", fix, place=place)
     said, keys = Row({}, {}), all_keys()
-    groups = {group: names for group, names in options.items() if group not in ("experiment", "study")}
+    groups = {group: options[group] for group in options if group not in ("experiment", "study")}
     for name, value in row.items():
         name = str(name)
         if isinstance(value, Mapping) and name not in keys:
