@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import attention, checkpoint, communication, data, step
+from benchmarks import attention, checkpoint, communication, data, roofline, step
 from benchmarks.common import Entry, Run, interleaved, main
 from ngpt_train.config import ConfigError, load_config
 from ngpt_train.data import TrainLoader, open_dataset, reader_of, tokenizers
@@ -169,3 +169,23 @@ def test_both_sides_read_the_same_ids(tmp_path: Path) -> None:
             counts[side] += np.bincount(targets.ravel(), minlength=257)
     np.testing.assert_allclose(counts[0] / counts[0].sum(), counts[1] / counts[1].sum(), atol=0.02)
     assert counts[:, 256].min() > 0
+
+
+def test_the_products_of_a_step_are_replayed() -> None:
+    """Caught: a product that is missed or counted twice, of a block, of the loss or of either gradient."""
+    config = load_config(["model=gpt", "scale=debug", "model.vocab_size=1000", "train.device=cpu"], world_size=1)
+    state = step.build_state(config)
+    run = step.steps_of(state)
+    tokens = run()
+    events = roofline.events_of(roofline.profile_of(run))
+    calls = [roofline.Call(event) for event in events if roofline.is_replayed(event.name)]
+    multiplied = 0
+    for call in calls:
+        call()
+        if "attention" not in str(call.operator):
+            n_k, k_m = [x for x in call.positional if isinstance(x, torch.Tensor)][-2:]
+            multiplied += n_k.numel() * k_m.shape[-1]
+    embedding = state.model.get_parameter("embedding")  # it is looked up, not multiplied
+    matrices = sum(p.numel() for p in state.model.parameters() if p.ndim == 2 and p is not embedding)
+    assert multiplied == 3 * matrices * tokens
+    assert sum("attention" in str(call.operator) for call in calls) == 2 * config.model.n_layers
