@@ -216,7 +216,7 @@ def backward_by_hand(
         r = None if norm is None else norm.clamp_min(SHORTEST).reciprocal_()  # (B, T, H, 1)
         radial = None  # n . e
         if t is None:
-            f = rotate_by_hand(g, rope, back=True)
+            f = rotate_by_hand(g, rope, back=True, out=dx if r is None and dx.dtype == g.dtype else None)
             if r is not None:
                 radial = (x * f).sum(-1, keepdim=True).mul_(r)
         else:
@@ -229,18 +229,19 @@ def backward_by_hand(
             e = torch.mul(g, t, out=ng)  # in the memory of ng, which is no longer needed
             f = rotate_by_hand(e, rope, back=True)
         if norm is None or r is None or radial is None:
-            dx.copy_(f)
+            if f is not dx:
+                dx.copy_(f)
         else:
             radial.mul_(-r.square()).masked_fill_(norm < SHORTEST, 0)
             torch.addcmul(f.mul_(r), x, radial, out=dx)
     return d_joined, d_scale
 
 
-def rotate_by_hand(x: Tensor, rope: Rope, back: bool = False) -> Tensor:
-    """R x, or R^T x if back, of x `(B, T, H, D)`: a new, contiguous tensor of the same shape."""
+def rotate_by_hand(x: Tensor, rope: Rope, back: bool = False, out: Tensor | None = None) -> Tensor:
+    """R x, or R^T x if back, of x `(B, T, H, D)`, written into `out`; by default a new, contiguous tensor."""
     cos, sin, interleaved = rope
     cos_of_both = cos.repeat_interleave(2, dim=-1) if interleaved else torch.cat([cos, cos], dim=-1)  # (..., 1, D)
-    y = torch.mul(x, cos_of_both, out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
+    y = torch.mul(x, cos_of_both, out=torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out)
     (first, second), (y_first, y_second) = pairs(x, interleaved), pairs(y, interleaved)
     y_first.addcmul_(second, sin, value=1 if back else -1)
     y_second.addcmul_(first, sin, value=-1 if back else 1)
