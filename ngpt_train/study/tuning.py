@@ -195,9 +195,10 @@ class Line:
 def vertex_of(line: Line, left: Any, right: Any, noise: float) -> tuple[float, float, float, float] | None:
     """Optimum, both ends of its interval, and c; None without a parabola.
 
-    Weighted least squares of a + b x + c x², x = ln(value / best), through the values from `left` to `right`. The
-    interval is every x whose slope b + 2 c x does not differ from 0 (Fieller's theorem). noise: half the width of the
-    interval of one loss.
+    Weighted least squares of a + b x + c x², x = ln(value / best), through the values from `left` to `right`, or
+    through the best and its neighbours alone where the parabola misses a mean loss by more than its noise. The interval
+    is every x whose slope b + 2 c x does not differ from 0 (Fieller's theorem). noise: half the width of the interval
+    of one loss.
     """
     best = line.best
     inside = [value for value in line.values if left <= value <= right]
@@ -211,8 +212,12 @@ def vertex_of(line: Line, left: Any, right: Any, noise: float) -> tuple[float, f
         design = np.stack([np.ones_like(x), x, x**2], axis=1)  # (n, 3)
         weights = np.array([line.count(value) for value in window], dtype=float)
         inverse = np.linalg.inv(design.T @ (weights[:, None] * design))  # (3, 3)
-        _, b, c = inverse @ (design.T @ (weights * means))
+        fitted = inverse @ (design.T @ (weights * means))
+        _, b, c = fitted
         if c <= 0 or not ends[0] < -b / (2 * c) < ends[1]:
+            continue
+        off = np.sqrt(weights) * np.abs(design @ fitted - means)
+        if len(window) > len(fitted) and 0 < noise < off.max():
             continue
         # (b + 2 c x)² <= noise² var(b + 2 c x): a quadratic p x² + 2 q x + r <= 0.
         cov = (CHOSEN * noise) ** 2 * inverse
