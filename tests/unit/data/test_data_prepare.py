@@ -22,17 +22,11 @@ from filelock import FileLock
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
-from ngpt_train.data import (
-    Dataset,
-    Tokens,
-    cache_files,
-    load_tokenizer,
-    open_dataset,
-    prepare_dataset,
-    tokenizers,
-)
+from ngpt_train.data import Dataset, cache_files, open_dataset, prepare_dataset, tokenizers
 from ngpt_train.data.cache_files import FileHashes
+from ngpt_train.data.dataset import Tokens
 from ngpt_train.data.prepared_text import Preparation
+from ngpt_train.data.tokenizers import load_tokenizer
 from ngpt_train.verbs import prepare as verb
 from tests.unit.data.test_tokenizer import tokenizer_json
 
