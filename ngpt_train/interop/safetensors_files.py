@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngpt_train.core.errors import DataError
+from ngpt_train.core.errors import DataError, in_one_line
 from ngpt_train.core.files import read_json, write_json
 
 ONE_FILE = "model.safetensors"
@@ -109,5 +109,4 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError, ValueError, KeyError) as error:
-        problem = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise DataError(f"{path} cannot be read: {problem}. Copy it again") from None
+        raise DataError(f"{path} cannot be read: {in_one_line(error)}. Copy it again") from None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.core.errors import in_one_line
 from ngpt_train.interop.layouts.layout import Layout
 from ngpt_train.interop.layouts.llama import logits_of_transformers
 from ngpt_train.interop.safetensors_files import read_tensors
@@ -123,8 +124,7 @@ def check_logits(
     try:
         exported = loaded(directory, layout, torch.float32)
     except ImportError as error:  # transformers is too old for the modeling file, or broken
-        problem = f"{type(error).__name__}: {error}".splitlines()[0]
-        yield f"logits not compared: transformers cannot be used ({problem}); {EXTRA} installs a new one"
+        yield f"logits not compared: transformers cannot be used ({in_one_line(error)}); {EXTRA} installs a new one"
         return
 
     def logits(row: Tensor, one: Any = exported) -> Tensor:

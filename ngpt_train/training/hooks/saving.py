@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from ngpt_train.config.keys import AUTO
-from ngpt_train.core.errors import DataError
+from ngpt_train.core.errors import DataError, in_one_line
 from ngpt_train.core.files import text_of
 from ngpt_train.core.recorded import ALARM
 from ngpt_train.data.loader import merged
 from ngpt_train.distributed.world import RankLostError
 from ngpt_train.training.checkpoint.save import Checkpoints, Snapshot, gb
-from ngpt_train.training.checkpoint.tensor_files import Piece, Place, in_one_line
+from ngpt_train.training.checkpoint.tensor_files import Piece, Place
 from ngpt_train.training.loop import Hook, TrainingRun, due
 
 if TYPE_CHECKING:
