@@ -23,29 +23,19 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor], most_bytes: fl
 
     A tensor is never split, so a shard may be larger. Raises DataError if a file cannot be written, as on a full disk.
     """
+    from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    shards: list[dict[str, Tensor]] = [{}]
-    room = most_bytes
-    for name, tensor in tensors.items():
-        if shards[-1] and tensor.nbytes > room:
-            shards.append({})
-            room = most_bytes
-        shards[-1][name] = tensor
-        room -= tensor.nbytes
-    n = len(shards)
-    files = [ONE_FILE] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
-    for file, shard in zip(files, shards, strict=True):
+    split = split_torch_state_dict_into_shards(dict(tensors), max_shard_size=int(most_bytes))
+    for file, names in split.filename_to_tensors.items():
         try:
-            save_file(shard, directory / file, metadata={"format": "pt"})
+            save_file({name: tensors[name] for name in names}, directory / file, metadata={"format": "pt"})
         except (SafetensorError, OSError) as error:
             raise DataError(f"{directory / file} cannot be written: {error}. Is the disk full?") from None
-    if n > 1:
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        places = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
-    return files
+    if split.is_sharded:
+        write_json(directory / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+    return list(split.filename_to_tensors)
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
