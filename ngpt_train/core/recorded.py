@@ -2,8 +2,6 @@
 written the files, so each field is checked as it is read, and whoever uses it later may trust it. Without torch:
 wandb's process imports it."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@
 the guarantees. Arrays are numpy's, because worker processes import this package and should start at once.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Text to a directory of token shards, tokenized by several processes. After a kill the next start goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

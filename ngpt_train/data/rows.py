@@ -8,8 +8,6 @@ document, as an input it begins the next. So every id of every document is a tar
 the rows of an endless sequence of documents.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable, Iterator

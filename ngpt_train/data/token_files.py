@@ -8,8 +8,6 @@ bounds of documents: MMIDIDX and two zero bytes, version (u64, 1), code of the i
 the document bounds as numbers of sequences (i64). All numbers are little-endian.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import struct

@@ -1,7 +1,5 @@
 """What a model answered to labelled examples, and the metrics of GLUE's tasks."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

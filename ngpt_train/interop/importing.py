@@ -1,7 +1,5 @@
 """Reads a model that `export` or transformers wrote, or one of the hub, and writes it as a run."""
 
-from __future__ import annotations
-
 import platform
 import re
 import time

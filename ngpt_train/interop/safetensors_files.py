@@ -1,7 +1,5 @@
 """Reads and writes safetensors as transformers does: one file, or shards with an index."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

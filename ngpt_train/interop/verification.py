@@ -4,8 +4,6 @@ All arithmetic is in fp32 on the CPU. For an export in bf16 or fp16 the model's 
 difference is only the rounding of fp32.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """The cost of a study: runs, tokens, FLOPs by the formulas of `plan`, and hours by a step timed here."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time

@@ -4,8 +4,6 @@ its file, study.yaml.
 No heavy import stands here, so mistakes are reported at once.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence

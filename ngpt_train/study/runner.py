@@ -1,7 +1,5 @@
 """Makes the runs of a study: asks the tuning for wanted points and gives them to an engine, until none is wanted."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import Counter

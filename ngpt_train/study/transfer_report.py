@@ -1,7 +1,5 @@
 """The output of `transfer`: the drift along each axis and the tuned rates, in words, as JSON and as a figure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path

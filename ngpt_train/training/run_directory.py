@@ -3,8 +3,6 @@
 config.yaml  run.json  metrics.jsonl  evals/  curves.png  checkpoints/  logs/  exit.json  lock
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -4,8 +4,6 @@ A tokenizer is its kind and the bytes of its model file. So it can be written be
 read again on a machine without a network.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path

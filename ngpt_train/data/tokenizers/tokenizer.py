@@ -1,7 +1,5 @@
 """The interface of a tokenizer, the encoding of documents of any length, and tokens that are bytes or words."""
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections import Counter

@@ -1,7 +1,5 @@
 """Runs tasks on a model, and reports their metrics."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -11,8 +11,6 @@ file have one of these forms:
 One space separates a continuation from the text before it.
 """
 
-from __future__ import annotations
-
 import functools
 import glob
 import json

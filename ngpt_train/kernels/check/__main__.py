@@ -5,8 +5,6 @@ Its argument is a request, as JSON. To its standard output it writes lines of JS
 piece of work takes too long.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

@@ -4,8 +4,6 @@ A process is `__main__.py` beside this file. The next start need not check again
 that may change it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Arms: runs whose configs differ only in seed, budget and tuned keys, or runs named by the user."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 """The keys that `compare` compares: their kinds, their values in the runs of each arm and budget, and the values that
 an architecture and its recipe bring."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

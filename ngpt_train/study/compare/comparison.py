@@ -1,7 +1,5 @@
 """report.json (docs/study.md): every number of a comparison. Document, figures and page are functions of it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -8,8 +8,6 @@ With a and b nGPT and GPT under Muon, c and d the same under AdamW, I > 0 is the
 takes away. Its interval is a difference's (noise.py), of D = L_a - L_b against the baseline D' = L_c - L_d.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

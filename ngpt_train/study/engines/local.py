@@ -1,7 +1,5 @@
 """Runs the points of a study on this machine, side by side, each in its own process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

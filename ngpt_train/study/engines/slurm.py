@@ -4,8 +4,6 @@ The queue is the record of submitted jobs: the name of a job contains its run di
 its jobs there, even after a kill, and submits none twice.
 """
 
-from __future__ import annotations
-
 import getpass
 import hashlib
 import logging

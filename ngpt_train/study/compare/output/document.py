@@ -1,7 +1,5 @@
 """The report as text: report.md, and the table on the console."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
