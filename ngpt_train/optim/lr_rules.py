@@ -1,11 +1,6 @@
 """A rate that was tuned in one run, carried to a run of another batch, depth and length."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ngpt_train.config.schema import Config
+from ngpt_train.config.schema import Config
 
 
 def hyperp(batch: float, depth: float, horizon: float) -> float:

@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -28,9 +28,6 @@ from ngpt_train.distributed.layouts import resolve_kind
 from ngpt_train.models.weights import standard_deviations
 from ngpt_train.training.checkpoint.catalogue import VALIDATION, candidates, find_checkpoint, list_checkpoints, step_of
 from ngpt_train.training.state import TrainState
-
-if TYPE_CHECKING:
-    from ngpt_train.data.dataset import Dataset  # imports numpy
 
 logger = logging.getLogger(__name__)
 

@@ -7,14 +7,11 @@ import signal
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.distributed.world import World
 from ngpt_train.training.loop import Hook, StoppedWaitingError, TrainingRun
-
-if TYPE_CHECKING:
-    from ngpt_train.distributed.world import World
 
 # Sent by a launcher, a queue, Ctrl-C and a terminal that is closed.
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
