@@ -42,7 +42,6 @@ def same_on_host() -> Iterator[None]:
 
 
 def is_told_here(error: BaseException) -> bool:
-    """Whether this rank is to tell the error."""
     told_by = error.__dict__.get("told_by")
     number = "0" if told_by is None else os.environ.get(told_by, "0")
     return number == "0" or not number.isdigit()

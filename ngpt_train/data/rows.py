@@ -88,7 +88,6 @@ class RowFormat:
 
 
 def row_format(config: Config, eos: int) -> RowFormat:
-    """The row format of the config."""
     model, data = config.model, config.data
     source = model.source_length(model.context)
     return RowFormat(model.context, eos, data.pack == "best_fit", data.document_mask, source or None)

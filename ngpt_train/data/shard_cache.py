@@ -232,7 +232,6 @@ class OpenShards:
         return documents
 
     def held_out(self, shard: int) -> Iterator[str]:
-        """The validation documents of a shard."""
         documents = self.documents(shard)
         for index in np.flatnonzero(documents.places < self.val_fraction).tolist():
             yield documents.text(index)

@@ -160,7 +160,6 @@ class SplitWriter:
         return {**totals, "sha256": self._split_hash.hexdigest(), "shards": self.shards}
 
     def abandon(self) -> None:
-        """Closes the files of an unfinished split."""
         if self._open is not None:
             self._open.close()
 

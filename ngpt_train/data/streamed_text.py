@@ -192,7 +192,6 @@ def n_windows(n_shards: int, open_shards: int) -> int:
 
 
 def window_shards(n_shards: int, open_shards: int, epoch: int, window: int, seed: int) -> list[int]:
-    """The numbers of the shards of a window."""
     places = np.arange(window * open_shards, min((window + 1) * open_shards, n_shards))
     return permuted(places + epoch * n_shards, n_shards, seed).tolist()
 

@@ -96,7 +96,6 @@ def describe_tasks(record: dict[str, Any]) -> str:
 
 
 def describe(record: dict[str, Any], clock: Clock) -> str:
-    """A record as a plain line."""
     progress = f"{record['step']}/{clock.total_steps}"
     if record["kind"] == "eval":
         return f"eval {progress}  loss {record['loss']:.4f}  {measured(record, digits=4)}"

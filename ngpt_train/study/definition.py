@@ -267,7 +267,6 @@ def tree_of(study: Study) -> dict[str, Any]:
 
 
 def write_study(study: Study) -> None:
-    """Writes study.yaml."""
     study.path.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(redacted(tree_of(study)), sort_keys=False, allow_unicode=True)
     write_atomically(study.path / FILE, text.encode())

@@ -300,7 +300,6 @@ class RunDirectory:
             logger.warning("%s/exit.json could not be written: %s", self.path, error.strerror)
 
     def release(self) -> None:
-        """Unlocks the directory."""
         self._lock.release()
 
     def _other_files(self) -> list[str]:

@@ -128,7 +128,6 @@ def compared_keys(configs: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def is_own_option(key: str) -> bool:
-    """True for an option of one architecture."""
     shared = {field.name for field in fields(ModelConfig)}
     return key.startswith("model.") and key.removeprefix("model.").partition(".")[0] not in shared
 

@@ -118,7 +118,6 @@ def began_with(run: Path) -> int | None:
 
 
 def usable_cores() -> int:
-    """The number of cores for this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

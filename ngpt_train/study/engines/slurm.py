@@ -225,7 +225,6 @@ def _check_here() -> None:
 
 
 def parameters(slurm: SlurmConfig, name: str) -> dict[str, Any]:
-    """The parameters of a job for submitit."""
     return {
         "job_name": name,
         "partition": slurm.partition,
@@ -243,7 +242,6 @@ def parameters(slurm: SlurmConfig, name: str) -> dict[str, Any]:
 
 
 def job_name(run: Path) -> str:
-    """The name of the job for a run directory."""
     return f"{run.name}-{hashlib.sha256(str(run.absolute()).encode()).hexdigest()[:10]}"
 
 

@@ -120,7 +120,6 @@ def record_of(state: TrainState) -> dict[str, Any] | None:
 
 
 def describe(rollback: Mapping[str, Any]) -> str:
-    """A sentence about a rollback."""
     return (
         f"rollback {rollback['number']}: {rollback['why']}; back to step {rollback['step']}, without the rows "
         f"{rollback['first_row']} to {rollback['last_row']}"

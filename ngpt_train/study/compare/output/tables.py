@@ -72,7 +72,6 @@ LONG = 30  # characters of a cell that does not stand in several rows
 
 
 def minus(report: Report) -> tuple[str, str]:
-    """The column of differences."""
     return f"Minus {report['baseline']} ({report['unit']}; negative: better)", NUMBER
 
 
