@@ -47,12 +47,8 @@ def interactions(
                     "name": name,
                     "arms": list(names),
                     "budget": budget,
-                    "estimate": found.estimate,
-                    "low": found.low,
-                    "high": found.high,
+                    **{name: getattr(found, name) for name in ("estimate", "low", "high", "n_seeds", "n_rows")},
                     "confidence": confidence,
-                    "n_seeds": found.n_seeds,
-                    "n_rows": found.n_rows,
                     "resolved": found.is_resolved and not untuned,
                     "untuned": untuned,
                 }
