@@ -55,34 +55,20 @@ def write_json(content: Mapping[str, Any], path: Path) -> None:
 
 def write_parquet(measured: Measured, path: Path) -> None:
     """Writes a row for each point: figure, panel, run, curve, x and y. x and y may be infinite or NaN."""
-    import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    curves = [
-        (figure, run, curve)
-        for figure, of_figure in measured.curves.items()
-        for run, found in of_figure.items()
-        for curve in found
-    ]
-    lengths = [len(curve.x) for _, _, curve in curves]
-
-    def column(values: list[str]) -> Any:
-        return pa.array(np.repeat(np.array(values, dtype=object), lengths), pa.string())
-
-    empty = [np.zeros(0)]
-    table = pa.table(
-        {
-            "figure": column([figure for figure, _, _ in curves]),
-            "panel": column([curve.panel for _, _, curve in curves]),
-            "run": column([run for _, run, _ in curves]),
-            "curve": column([curve.name for _, _, curve in curves]),
-            "x": pa.array(np.concatenate([curve.x for _, _, curve in curves] or empty), pa.float64()),
-            "y": pa.array(np.concatenate([curve.y for _, _, curve in curves] or empty), pa.float64()),
-        }
-    )
+    texts = dict.fromkeys(("figure", "panel", "run", "curve"), pa.string())
+    schema = pa.schema({**texts, "x": pa.float64(), "y": pa.float64()})
+    parts = [schema.empty_table()]
+    for name, of_figure in measured.curves.items():
+        for run, found in of_figure.items():
+            for curve in found:
+                columns = [pa.repeat(text, len(curve.x)) for text in (name, curve.panel, run, curve.name)]
+                columns += [pa.array(values, pa.float64()) for values in (curve.x, curve.y)]
+                parts.append(pa.table(columns, schema=schema))
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink)
+    pq.write_table(pa.concat_tables(parts), sink)
     write_atomically(path, sink.getvalue().to_pybytes())
 
 

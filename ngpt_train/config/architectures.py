@@ -1,7 +1,5 @@
 """The architectures that there are, and the keys of each: the folders of ngpt_train/models, and plug-ins."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """The arguments of a verb: which of them are directories, which are a study's, and what the verb refuses."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The text of `VERB --help`: every group with its options, every key with type, default and meaning."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 from typing import Any

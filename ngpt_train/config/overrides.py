@@ -1,7 +1,5 @@
 """The command line: `group=option` and `key=value` arguments, and the sweeps of multirun."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

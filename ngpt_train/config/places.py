@@ -1,7 +1,5 @@
 """Refuses to write where a verb must not: over a run, over somebody's file, where no writing is allowed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

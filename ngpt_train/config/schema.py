@@ -4,8 +4,6 @@ The YAML files in `configs/` choose values; `--help` prints the sentences of the
 so that a mistake is reported before torch is loaded.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import operator
 import os

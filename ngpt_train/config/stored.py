@@ -1,7 +1,5 @@
 """The configuration of a run as a file: written without secrets, read back checked, compared on a resume."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import os

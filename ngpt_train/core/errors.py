@@ -18,6 +18,12 @@ class DataError(ValueError):
     exit_code = 3
 
 
+def in_one_line(error: BaseException) -> str:
+    """The error's type and the first line of its text, cut to 300 characters."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0].strip()}"[:300]
+
+
 def told_by_rank_0(error: Exception) -> Exception:
     """The error, which all ranks have: only rank 0 tells it."""
     error.__dict__["told_by"] = "RANK"
@@ -36,7 +42,6 @@ def same_on_host() -> Iterator[None]:
 
 
 def is_told_here(error: BaseException) -> bool:
-    """Whether this rank is to tell the error."""
     told_by = error.__dict__.get("told_by")
     number = "0" if told_by is None else os.environ.get(told_by, "0")
     return number == "0" or not number.isdigit()

@@ -225,7 +225,6 @@ class DirectoryLock:
         self._sign()
 
     def is_taken(self) -> bool:
-        """Whether a process holds the lock."""
         try:
             with open(os.open(self._path, os.O_RDONLY | os.O_NONBLOCK)) as file:  # a pipe would be waited for
                 # A shared lock, so that ranks that look at the same time do not refuse each other.

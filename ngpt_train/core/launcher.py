@@ -26,13 +26,8 @@ _END = "ngpt_train_end.json"
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
 # The numbers that a launcher puts into the environment, and which one.
 NUMBERS = {
-    "RANK": "torchrun",
-    "LOCAL_RANK": "torchrun",
-    "WORLD_SIZE": "torchrun",
-    "LOCAL_WORLD_SIZE": "torchrun",
-    "GROUP_WORLD_SIZE": "torchrun",
-    "TORCHELASTIC_RESTART_COUNT": "torchrun",
-    "TORCHELASTIC_MAX_RESTARTS": "torchrun",
+    **dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"), "torchrun"),
+    **dict.fromkeys(("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"), "torchrun"),
     "SLURM_RESTART_COUNT": "sbatch",
 }
 

@@ -1,12 +1,10 @@
 """Shows how far `prepare` has come: a bar on a terminal, elsewhere a log line every few seconds."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +30,7 @@ class Progress:
         self._bar, self._task = _bar()
         self._first = done
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

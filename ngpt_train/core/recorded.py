@@ -2,8 +2,6 @@
 written the files, so each field is checked as it is read, and whoever uses it later may trust it. Without torch:
 wandb's process imports it."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -125,14 +123,9 @@ def read_records(path: Path, kinds: Collection[str]) -> tuple[dict[str, list[Rec
             # The metrics of other contexts, such as loss_ctx2048.
             of_contexts = {name: fields.get(re.sub(r"_ctx\d+$", "", name), fields.get("")) for name in record}
             known = {"step": fields["step"]} | {name: kind for name, kind in of_contexts.items() if kind is not None}
-            record = {name: None if _is_endless(value) else value for name, value in record.items()}
-            by_step[kind][checked(record, known, where, ("step",))["step"]] = record
+            record = checked(finite(record), known, where, ("step",))
+            by_step[kind][record["step"]] = record
     return {kind: [found[step] for step in sorted(found)] for kind, found in by_step.items()}, damaged
-
-
-def _is_endless(value: Any) -> bool:
-    """NaN and infinities, which metrics.jsonl has as null: not known."""
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def read_starts(run: Path) -> tuple[list[Record], list[Record]]:
@@ -161,7 +154,7 @@ def printable(line: str) -> str:
 
 
 def finite(record: Record) -> Record:
-    """The record with None for numbers that JSON lacks."""
+    """The record with None, which stands for not known, for NaN and infinities, which JSON lacks."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
     }

@@ -1,7 +1,5 @@
 """Removes secrets from what leaves: files that others may read, services, the standard streams."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -4,8 +4,6 @@
 the guarantees. Arrays are numpy's, because worker processes import this package and should start at once.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,19 +15,17 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.cache_files import canonical_hash
 from ngpt_train.data.dataset import Dataset, OnMain, Pairs, Tokens, path_of
-from ngpt_train.data.epochs import EpochRows, epoch_rows, many_epochs, planned_rows, warn_of_repeats
+from ngpt_train.data.epochs import warn_of_repeats
 from ngpt_train.data.labelled import open_labelled
 from ngpt_train.data.loader import (
     ENDLESS,
     MaskedReader,
     PairReader,
-    Position,
     PreparedReader,
     Reader,
     Share,
     TrainLoader,
     check_position,
-    data_hash,
     merged,
     stored_integers,
 )
@@ -37,39 +33,15 @@ from ngpt_train.data.masks import masks_of
 from ngpt_train.data.mixed import Mixed, MixtureReader, Turns, open_mixture
 from ngpt_train.data.pairs import open_pairs
 from ngpt_train.data.prepared_text import prepare_dataset
-from ngpt_train.data.rows import Batch, Cursor, Rows, chosen_rows, rows_of, same_text
+from ngpt_train.data.rows import Cursor, rows_of
 from ngpt_train.data.sources import open_source
 from ngpt_train.data.streamed_text import Start, open_streamed
 from ngpt_train.data.token_files import open_tokens
-from ngpt_train.data.tokenizers import load_tokenizer, read_tokenizer, write_tokenizer
+from ngpt_train.data.tokenizers import load_tokenizer
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer, with_eos
 from ngpt_train.data.workers import OnWait, StreamReader
 
-__all__ = [
-    "Batch",
-    "Dataset",
-    "EpochRows",
-    "Position",
-    "Reader",
-    "Rows",
-    "Tokenizer",
-    "Tokens",
-    "TrainLoader",
-    "chosen_rows",
-    "data_hash",
-    "epoch_rows",
-    "load_tokenizer",
-    "many_epochs",
-    "merged",
-    "open_dataset",
-    "planned_rows",
-    "prepare_dataset",
-    "read_tokenizer",
-    "reader_of",
-    "rows_of",
-    "same_text",
-    "write_tokenizer",
-]
+__all__ = ["Dataset", "TrainLoader", "merged", "open_dataset", "prepare_dataset", "reader_of"]
 
 
 def open_dataset(

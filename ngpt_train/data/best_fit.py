@@ -1,7 +1,5 @@
 """Packs documents into rows: best fit, the largest first."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -43,7 +43,6 @@ MOST_REMEMBERED = 1 << 30  # bytes of hashes.json; a larger one is not read
 
 
 def cache_directory(config: Config) -> Path:
-    """data.cache."""
     return Path(config.data.cache).expanduser()
 
 

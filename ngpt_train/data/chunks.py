@@ -4,8 +4,6 @@ Each process tokenizes one unit at a time and writes its chunks into files, so c
 killed process ends the work with an error. Processes whose parent was killed end by themselves.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

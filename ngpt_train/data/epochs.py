@@ -1,7 +1,5 @@
 """The number of rows in an epoch, and warnings for text that is read many times or repeats within an epoch."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator, Mapping

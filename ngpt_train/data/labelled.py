@@ -1,7 +1,5 @@
 """Opens examples with a label: the texts of files or of the hub, and their labels."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

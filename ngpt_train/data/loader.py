@@ -3,8 +3,6 @@
 A `Reader` gives the rows of a rank. `TrainLoader` makes batches of them, each with the position in the data after it.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

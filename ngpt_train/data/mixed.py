@@ -5,8 +5,6 @@ next row of stream j mod n_streams of its source. So a row depends on the earlie
 reads the same streams as without a mixture.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Opens pairs of a text and its translation, with one vocabulary for both."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -6,8 +6,6 @@ result of n or more is permuted again until it is below n ("cycle walking"), so 
 a = ceil(sqrt(n)) less than one number in sqrt(n) has to walk.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

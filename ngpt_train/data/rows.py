@@ -8,8 +8,6 @@ document, as an input it begins the next. So every id of every document is a tar
 the rows of an endless sequence of documents.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable, Iterator
@@ -90,7 +88,6 @@ class RowFormat:
 
 
 def row_format(config: Config, eos: int) -> RowFormat:
-    """The row format of the config."""
     model, data = config.model, config.data
     source = model.source_length(model.context)
     return RowFormat(model.context, eos, data.pack == "best_fit", data.document_mask, source or None)

@@ -112,7 +112,8 @@ class ShardCache:
         try:
             build_directory(target, build)
         except DataError as error:
-            if not _disk_is_full(error):
+            cause = error.__cause__
+            if not (isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)):
                 raise
             self._make_room(keep=target, everything=True)
             build_directory(target, build)
@@ -164,11 +165,6 @@ def _changed(name: str) -> FetchError:
         f"{name}: its text has changed since the run has listed it. Restore it, and the same command goes on; or start "
         "another run.name"
     )
-
-
-def _disk_is_full(error: BaseException) -> bool:
-    cause = error.__cause__
-    return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _remove(directory: Path) -> None:
@@ -236,7 +232,6 @@ class OpenShards:
         return documents
 
     def held_out(self, shard: int) -> Iterator[str]:
-        """The validation documents of a shard."""
         documents = self.documents(shard)
         for index in np.flatnonzero(documents.places < self.val_fraction).tolist():
             yield documents.text(index)

@@ -30,11 +30,6 @@ logger = logging.getLogger(__name__)
 JOURNAL = "journal.jsonl"
 
 
-def dtype_for(vocab_size: int) -> str:
-    """The little-endian type of the stored ids."""
-    return "<u2" if vocab_size <= 1 << 16 else "<u4"
-
-
 class ShardWriter:
     """Writes chunks into the shards of both splits, and finished shards into the journal.
 
@@ -165,7 +160,6 @@ class SplitWriter:
         return {**totals, "sha256": self._split_hash.hexdigest(), "shards": self.shards}
 
     def abandon(self) -> None:
-        """Closes the files of an unfinished split."""
         if self._open is not None:
             self._open.close()
 

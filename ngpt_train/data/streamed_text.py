@@ -7,8 +7,6 @@ the streams. So a stream needs the shards of one window at a time and no other s
 it. A cursor is the beginning of its next row.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -49,6 +47,15 @@ class StreamSettings:
 
 
 @dataclass(frozen=True)
+class Start:
+    """The start of all streams."""
+
+    cursors: NDArray[np.int64]  # (n_streams, 5)
+    rows: NDArray[np.int64]  # (n_streams,) given before
+    skipped: dict[str, str]  # problems of left out shards, by name
+
+
+@dataclass(frozen=True)
 class StreamedText:
     """Text that is tokenized during training. Travels to worker processes."""
 
@@ -78,15 +85,6 @@ class StreamedText:
         for epoch, window in np.unique(start.cursors[share.streams(self.settings.n_streams), :2], axis=0).tolist():
             for shard in windows.shards(epoch, window):
                 windows.text.n_documents(shard)
-
-
-@dataclass(frozen=True)
-class Start:
-    """The start of all streams."""
-
-    cursors: NDArray[np.int64]  # (n_streams, 5)
-    rows: NDArray[np.int64]  # (n_streams,) given before
-    skipped: dict[str, str]  # problems of left out shards, by name
 
 
 def open_streamed(config: Config, tokenizer: Tokenizer | None, on_main: OnMain) -> Dataset:
@@ -194,7 +192,6 @@ def n_windows(n_shards: int, open_shards: int) -> int:
 
 
 def window_shards(n_shards: int, open_shards: int, epoch: int, window: int, seed: int) -> list[int]:
-    """The numbers of the shards of a window."""
     places = np.arange(window * open_shards, min((window + 1) * open_shards, n_shards))
     return permuted(places + epoch * n_shards, n_shards, seed).tolist()
 

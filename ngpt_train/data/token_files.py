@@ -8,13 +8,11 @@ bounds of documents: MMIDIDX and two zero bytes, version (u64, 1), code of the i
 the document bounds as numbers of sequences (i64). All numbers are little-endian.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import struct
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +20,7 @@ from numpy.typing import NDArray
 from ngpt_train.config.schema import Config, TokenizerConfig
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import parse_json, read_whole
+from ngpt_train.core.recorded import COUNT, LIST, POSITIVE, TABLE, TEXT, all_checked, checked
 from ngpt_train.data.cache_files import FileHashes, cache_directory, canonical_hash
 from ngpt_train.data.chunks import STEMS
 from ngpt_train.data.dataset import AGAIN, Dataset, StoredNumbers, Tokens
@@ -34,7 +33,10 @@ logger = logging.getLogger(__name__)
 FORMAT = 1  # version of the files of `prepare`
 MANIFEST = "manifest.json"
 DTYPES = ("<u1", "<u2", "<u4")
-MOST = 2**53  # tokens; JSON's numbers are exact below
+MANIFEST_FIELDS = {"tokenizer": TABLE, "source": TABLE, "splits": TABLE, "dtype": TEXT}
+TOKENIZER_FIELDS = {"name": TEXT, "vocab_size": POSITIVE, "eos": COUNT}
+SPLIT_FIELDS = {"shards": LIST, "sha256": TEXT, "tokens": COUNT, "documents": COUNT}
+SHARD_FIELDS = {**dict.fromkeys(("file", "index", "sha256", "index_sha256"), TEXT), "tokens": COUNT, "documents": COUNT}
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 # Signed ids are read as unsigned: a negative id is then far beyond any vocabulary.
@@ -288,9 +290,40 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise damaged_manifest(path, error) from None
     if version != FORMAT:
         raise DataError(f"{path}: format version {version}, this program reads {FORMAT}; prepare the text again")
-    if problem := _problem_of(manifest):
-        raise damaged_manifest(path, problem)
+    _check_manifest(manifest, path)
     return manifest
+
+
+def _check_manifest(manifest: Any, path: Path) -> None:
+    """Raises DataError for a fault. Checks all entries that open files."""
+    where = f"{path}: damaged"
+    checked(manifest, MANIFEST_FIELDS, where, MANIFEST_FIELDS)
+    tokenizer = checked(manifest["tokenizer"], TOKENIZER_FIELDS, f"{where}: tokenizer", TOKENIZER_FIELDS)
+    if tokenizer["eos"] >= tokenizer["vocab_size"]:
+        raise damaged_manifest(path, f"its tokenizer has eos={tokenizer['eos']} of {tokenizer['vocab_size']} ids")
+    if manifest["dtype"] not in DTYPES:
+        raise damaged_manifest(path, f"its dtype is {manifest['dtype'][:100]!r}")
+    for split in STEMS:
+        of_split = checked(manifest["splits"].get(split), SPLIT_FIELDS, f"{where}: {split} split", SPLIT_FIELDS)
+        shards = all_checked(of_split["shards"], SHARD_FIELDS, f"{where}: shards of {split}", SHARD_FIELDS)
+        problems = [_problem_of_shard(shard) for shard in shards] or ["there are no shards"]
+        for name in ("tokens", "documents"):
+            if of_split[name] != sum(shard[name] for shard in shards):
+                problems.append(f"there are {of_split[name]} {name}, which is not the sum of its shards")
+        if problem := next(filter(None, problems), None):
+            raise damaged_manifest(path, f"in its {split} split {problem}")
+
+
+def _problem_of_shard(shard: dict[str, Any]) -> str | None:
+    for name in (shard["file"], shard["index"]):
+        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}", name):
+            return f"a shard is called {name[:100]!r}"
+    for sha256 in (shard["sha256"], shard["index_sha256"]):
+        if not re.fullmatch("[0-9a-f]{64}", sha256):
+            return f"{shard['file']} has the sha256 {sha256[:100]!r}"
+    # Each document has its eos at least.
+    counts = f"{shard['documents']} documents of {shard['tokens']} tokens"
+    return f"{shard['file']} has {counts}" if shard["documents"] > shard["tokens"] else None
 
 
 def damaged_manifest(path: Path, error: Exception | str) -> DataError:
@@ -343,56 +376,3 @@ def _check_size(path: Path, expected: int) -> None:
 def _check_hash(path: Path, found: str, expected: str) -> None:
     if found != expected:
         raise DataError(f"{path}: sha256 {found[:16]}..., but the manifest says {expected[:16]}...; {AGAIN}")
-
-
-def _problem_of(manifest: dict[str, Any]) -> str | None:
-    """The fault of a manifest, or None. Checks all entries that open files."""
-    tokenizer, splits = manifest.get("tokenizer"), manifest.get("splits")
-    if not isinstance(tokenizer, dict) or not isinstance(manifest.get("source"), dict):
-        return "it does not describe its tokenizer and its source"
-    vocab_size, eos = tokenizer.get("vocab_size"), tokenizer.get("eos")
-    if not _is_count(vocab_size) or not _is_count(eos) or eos >= vocab_size:
-        return f"its tokenizer has eos={_shown(eos)} and vocab_size={_shown(vocab_size)}"
-    if not isinstance(tokenizer.get("name"), str):
-        return f"its tokenizer is called {_shown(tokenizer.get('name'))}"
-    if manifest.get("dtype") not in DTYPES:
-        return f"its dtype is {_shown(manifest.get('dtype'))}"
-    if not isinstance(splits, dict):
-        return "it has no splits"
-    for split in STEMS:
-        if problem := _problem_of_split(splits.get(split)):
-            return f"in its {split} split {problem}"
-    return None
-
-
-def _problem_of_split(split: Any) -> str | None:
-    shards = split.get("shards") if isinstance(split, dict) else None
-    if not isinstance(shards, list) or not shards:
-        return "there are no shards"
-    for shard in shards:
-        if not isinstance(shard, dict):
-            return "a shard is no object"
-        for name in (shard.get("file"), shard.get("index")):
-            if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}", name):
-                return f"a shard is called {_shown(name)}"
-        for sha256 in (shard.get("sha256"), shard.get("index_sha256")):
-            if not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256):
-                return f"{shard['file']} has the sha256 {_shown(sha256)}"
-        tokens, documents = shard.get("tokens"), shard.get("documents")
-        # Each document has its eos at least.
-        if not _is_count(tokens) or not _is_count(documents) or documents > tokens:
-            return f"{shard['file']} has {_shown(documents)} documents of {_shown(tokens)} tokens"
-    if not isinstance(split.get("sha256"), str):
-        return "there is no sha256"
-    for name in ("tokens", "documents"):
-        if split.get(name) != sum(shard[name] for shard in shards):
-            return f"there are {_shown(split.get(name))} {name}, which is not the sum of its shards"
-    return None
-
-
-def _is_count(value: Any) -> TypeGuard[int]:
-    return type(value) is int and 0 <= value < MOST
-
-
-def _shown(value: Any) -> str:
-    return repr(value)[:100]

@@ -9,8 +9,6 @@ The rank's k-th stream is made by worker k mod N of N, in the order in which the
 cursor after it. A cursor counts when its row is taken, so rows made ahead are made again after a resume.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import queue

@@ -14,6 +14,8 @@ import warnings
 from collections.abc import Callable
 from typing import IO, Any, NoReturn
 
+from ngpt_train.core.errors import in_one_line
+
 Report = Callable[..., None]  # report(name=fact, ...): a reported fact survives a later crash
 Look = Callable[[Report], None]
 LAST_WORDS = 0.3  # seconds before the limit: a check that still runs writes its traceback
@@ -109,7 +111,7 @@ def _in_child(look: Look, write: int, said: IO[str], seconds: float) -> NoReturn
         try:
             look(report)
         except Exception as error:
-            report(problem=f"{type(error).__name__}: {first_line(error)}")
+            report(problem=in_one_line(error))
         code = 0
     finally:
         os._exit(code)  # without the interpreter's exit handlers, which are the parent's

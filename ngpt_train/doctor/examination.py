@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
-from ngpt_train.doctor.bounded import Check, Look, Report, first_line
+from ngpt_train.core.errors import in_one_line
+from ngpt_train.doctor.bounded import Check, Look, Report
 from ngpt_train.doctor.checks import (
     compiler,
     devices,
@@ -144,7 +145,6 @@ def examine(config: Config, place: Place, store: dist.Store) -> Examination | No
 
 
 def is_asked(name: str, place: Place) -> bool:
-    """True if the rank runs this look."""
     return {RANK: True, HOST: place.speaks_for_host, MAIN: place.rank == 0}[LOOKS[name][0]]
 
 
@@ -202,8 +202,7 @@ def judge(config: Config, examination: Examination) -> list[Finding]:
         try:
             findings += [_placed(finding, examination, name in LOOKS and LOOKS[name][0] != RANK) for finding in part()]
         except Exception as error:  # a bug here must not hide the other rows
-            problem = f"{type(error).__name__}: {first_line(error)}"
-            findings.append(unchecked(name, problem, "report this bug of ngpt-train"))
+            findings.append(unchecked(name, in_one_line(error), "report this bug of ngpt-train"))
     return merged(findings, examination.places)
 
 

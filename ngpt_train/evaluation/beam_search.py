@@ -6,8 +6,6 @@ kept, the K best ones so far; the K likeliest others run on. A text is done when
 beat the worst of K kept ones. These are the rules of `transformers` (early_stopping=False).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -8,8 +8,6 @@ document. The position of a target is the number of ids before it in its window,
 of all windows count.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Names, definitions and order of the options are the same as in Hugging Face's `g
 no_repeat_ngram_size, min_new_tokens, temperature, top_k, top_p, min_p.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 

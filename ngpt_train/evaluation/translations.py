@@ -1,7 +1,5 @@
 """Translations of texts by a model, and their scores beside references."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple

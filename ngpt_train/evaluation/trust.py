@@ -4,8 +4,6 @@ Numbers, switches and choices are taken: they describe the training. A text may 
 key of text has a rule here. So has each key that acts on this machine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import logging

@@ -1,7 +1,5 @@
 """Writes a restored model into a directory for other programs, with README.md, its card, and compares the two."""
 
-from __future__ import annotations
-
 import platform
 import re
 import shutil

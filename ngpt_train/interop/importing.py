@@ -1,7 +1,5 @@
 """Reads a model that `export` or transformers wrote, or one of the hub, and writes it as a run."""
 
-from __future__ import annotations
-
 import platform
 import re
 import time
@@ -22,7 +20,7 @@ from ngpt_train.config.schema import Config, TokenizerConfig, build, schema_keys
 from ngpt_train.config.stored import read_yaml, write_yaml
 from ngpt_train.config.validate import any_of, check_leaf, flatten, show
 from ngpt_train.core.checkout import git_commit
-from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.core.errors import ConfigError, DataError, in_one_line
 from ngpt_train.core.files import read_json, write_json
 from ngpt_train.data.tokenizers import MODEL_FILES, load_tokenizer, write_tokenizer
 from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
@@ -161,11 +159,10 @@ def _fetched(source: str, revision: str | None) -> tuple[Path, str]:
     try:
         path = Path(snapshot_download(source, revision=revision, allow_patterns=FETCHED, ignore_patterns=IN_FOLDERS))
     except Exception as error:  # the library's own errors change with its version
-        problem = f"{type(error).__name__}: {error}".splitlines()[0]
         at = "" if revision is None else f" at {revision}"
         raise DataError(
-            f"import.source={source}: {source}{at} cannot be fetched from the hub ({problem}). Check the name and the "
-            "network, or name a directory with the model"
+            f"import.source={source}: {source}{at} cannot be fetched from the hub ({in_one_line(error)}). Check the "
+            "name and the network, or name a directory with the model"
         ) from None
     return path, path.name
 

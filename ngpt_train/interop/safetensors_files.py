@@ -1,7 +1,5 @@
 """Reads and writes safetensors as transformers does: one file, or shards with an index."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngpt_train.core.errors import DataError
+from ngpt_train.core.errors import DataError, in_one_line
 from ngpt_train.core.files import read_json, write_json
 
 ONE_FILE = "model.safetensors"
@@ -23,29 +21,19 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor], most_bytes: fl
 
     A tensor is never split, so a shard may be larger. Raises DataError if a file cannot be written, as on a full disk.
     """
+    from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    shards: list[dict[str, Tensor]] = [{}]
-    room = most_bytes
-    for name, tensor in tensors.items():
-        if shards[-1] and tensor.nbytes > room:
-            shards.append({})
-            room = most_bytes
-        shards[-1][name] = tensor
-        room -= tensor.nbytes
-    n = len(shards)
-    files = [ONE_FILE] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
-    for file, shard in zip(files, shards, strict=True):
+    split = split_torch_state_dict_into_shards(dict(tensors), max_shard_size=int(most_bytes))
+    for file, names in split.filename_to_tensors.items():
         try:
-            save_file(shard, directory / file, metadata={"format": "pt"})
+            save_file({name: tensors[name] for name in names}, directory / file, metadata={"format": "pt"})
         except (SafetensorError, OSError) as error:
             raise DataError(f"{directory / file} cannot be written: {error}. Is the disk full?") from None
-    if n > 1:
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        places = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
-    return files
+    if split.is_sharded:
+        write_json(directory / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+    return list(split.filename_to_tensors)
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
@@ -109,5 +97,4 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError, ValueError, KeyError) as error:
-        problem = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise DataError(f"{path} cannot be read: {problem}. Copy it again") from None
+        raise DataError(f"{path} cannot be read: {in_one_line(error)}. Copy it again") from None

@@ -1,7 +1,5 @@
 """A tokenizer's files beside a model: transformers' and our own."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

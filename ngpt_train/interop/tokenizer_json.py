@@ -4,8 +4,6 @@ The ids of any text are the same, except for `<eos>` in `words`. The spelling of
 training: tokenizer_config.json sets split_special_tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any

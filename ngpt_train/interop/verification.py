@@ -4,8 +4,6 @@ All arithmetic is in fp32 on the CPU. For an export in bf16 or fp16 the model's 
 difference is only the rounding of fp32.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.core.errors import in_one_line
 from ngpt_train.interop.layouts.layout import Layout
 from ngpt_train.interop.layouts.llama import logits_of_transformers
 from ngpt_train.interop.safetensors_files import read_tensors
@@ -123,8 +122,7 @@ def check_logits(
     try:
         exported = loaded(directory, layout, torch.float32)
     except ImportError as error:  # transformers is too old for the modeling file, or broken
-        problem = f"{type(error).__name__}: {error}".splitlines()[0]
-        yield f"logits not compared: transformers cannot be used ({problem}); {EXTRA} installs a new one"
+        yield f"logits not compared: transformers cannot be used ({in_one_line(error)}); {EXTRA} installs a new one"
         return
 
     def logits(row: Tensor, one: Any = exported) -> Tensor:

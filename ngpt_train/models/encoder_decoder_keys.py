@@ -1,16 +1,12 @@
 """Keys of all encoder-decoders."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Union
+from typing import Union
 
 from ngpt_train.config.keys import Conflict, key
 from ngpt_train.config.model_keys import ModelConfig
-
-if TYPE_CHECKING:
-    from ngpt_train.config.schema import Config
+from ngpt_train.config.schema import Config
 
 
 @dataclass

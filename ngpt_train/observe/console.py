@@ -73,11 +73,6 @@ def describe_train(record: dict[str, Any], eta: float) -> str:
     return "  ".join(parts)
 
 
-def describe_eval(record: dict[str, Any]) -> str:
-    """`loss 3.9876  ppl 53.9  bits/byte 1.521`, or what `measured` has in their place."""
-    return f"loss {record['loss']:.4f}  {measured(record, digits=4)}"
-
-
 def describe_tasks(record: dict[str, Any]) -> str:
     """`mean 0.4512 ± 0.0061 (chance 0.3750)  arc_easy 0.5610 (chance 0.2500)`: accuracies, and the accuracy of guessing
     where it is known. A task without an accuracy shows its first metric."""
@@ -101,10 +96,9 @@ def describe_tasks(record: dict[str, Any]) -> str:
 
 
 def describe(record: dict[str, Any], clock: Clock) -> str:
-    """A record as a plain line."""
     progress = f"{record['step']}/{clock.total_steps}"
     if record["kind"] == "eval":
-        return f"eval {progress}  {describe_eval(record)}"
+        return f"eval {progress}  loss {record['loss']:.4f}  {measured(record, digits=4)}"
     if record["kind"] == "tasks":
         return f"tasks {progress}  {describe_tasks(record)}"
     if record["kind"] == "sample":  # on one line, as JSON has it

@@ -1,18 +1,12 @@
 """The train records of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from ngpt_train.core.recorded import Record
-from ngpt_train.data.loader import data_hash
+from ngpt_train.data.loader import Position, data_hash
+from ngpt_train.distributed.world import World
+from ngpt_train.observe.meters import Meter
 from ngpt_train.training.loop import Hook, TrainingRun, due
-
-if TYPE_CHECKING:
-    from ngpt_train.data.loader import Position
-    from ngpt_train.distributed.world import World
-    from ngpt_train.observe.meters import Meter
 
 
 class TrainRecords(Hook):

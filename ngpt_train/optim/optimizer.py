@@ -1,25 +1,21 @@
 """Builds the optimizer over the model's parameter groups, with the learning rate of each group; optim.storage=bf16."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from ngpt_train.config.schema import Config
+from ngpt_train.config.sections.optim import OptimConfig
 from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.adam import unsupported
+from ngpt_train.models.decoder import Decoder, ParameterGroup
 from ngpt_train.models.layers.linear import cast_linears
 from ngpt_train.optim.gated_adam import GatedAdam
-from ngpt_train.optim.lr_rules import factor_of_rule
 from ngpt_train.optim.matrix_optimizer import MatrixOptimizer, block_matrices
 from ngpt_train.optim.row_adam import RowAdam, local_rows
-
-if TYPE_CHECKING:
-    from ngpt_train.config.schema import Config
-    from ngpt_train.config.sections.optim import OptimConfig
-    from ngpt_train.models.decoder import Decoder, ParameterGroup
+from ngpt_train.optim.schedule import factor_of_rule
 
 # Of optim.storage=bf16: the matrices that stay fp32, and the moments that do not.
 TABLES = ("embedding", "source_embedding", "output", "positions")

@@ -1,7 +1,5 @@
 """The cost of a study: runs, tokens, FLOPs by the formulas of `plan`, and hours by a step timed here."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time
@@ -191,7 +189,6 @@ def _measured(config: Config, size: ArmSize) -> ArmSize:
 
 
 def table(study: Study, lines: Sequence[Cost], sizes: Mapping[str, ArmSize], jobs: int) -> str:
-    """The table of costs, which each start prints."""
     rows: list[tuple[str, ...]] = [
         ("arm", "parameters", "tokens", "steps", "runs", "tokens of all", "FLOPs", "hours of one", "hours")
     ]

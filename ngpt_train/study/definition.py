@@ -4,8 +4,6 @@ its file, study.yaml.
 No heavy import stands here, so mistakes are reported at once.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -134,9 +132,7 @@ def read_study(
         raise mistake(f"study.name={name}: not a directory name", rule)
     arms = {arm: _row(row, groups, f"in arm {arm} of study={chosen}") for arm, row in config.arms.items()}
     baseline = config.baseline or next(iter(arms))
-    if baseline not in arms:
-        near = did_you_mean(nearest(baseline, arms))
-        raise mistake(f"study.baseline={baseline}: no arm of that name{near}", f"Arms: {', '.join(arms)}")
+    check_arm(f"study.baseline={baseline}", baseline, arms)
     given = [argument for argument in arguments if not is_of_study(argument)]
     tune = _tuned(config.tune, arms)
     shared = _row(config.shared, groups, f"in shared of study={chosen}")
@@ -196,14 +192,19 @@ def _row(content: Any, groups: Mapping[str, Sequence[str]], place: str) -> tuple
     return row
 
 
+def check_arm(setting: str, name: str, arms: Collection[str]) -> None:
+    """Raises ConfigError unless `name` is one of `arms`."""
+    if name not in arms:
+        near = did_you_mean(nearest(name, arms))
+        raise mistake(f"{setting}: no arm of that name{near}", f"Arms: {', '.join(arms)}")
+
+
 def _tuned(table: Mapping[str, Any], arms: Collection[str]) -> dict[str, Any]:
     """`study.tune`. optim.lr comes first and is always tuned. Raises ConfigError."""
     tuned: dict[str, Any] = {LR: float(table.get(LR, 2.0))}
     for name, grid in table.items():
         if isinstance(grid, Mapping):
-            if name not in arms:
-                near = did_you_mean(nearest(name, arms))
-                raise mistake(f"study.tune: {name}: no arm of that name{near}", f"Arms: {', '.join(arms)}")
+            check_arm(f"study.tune: {name}", name, arms)
             tuned[name] = {key: _grid(key, of_key) for key, of_key in grid.items()}
             if twice := [key for key in tuned[name] if key in table]:
                 raise mistake(f"study.tune: {name}: {twice[0]} is tuned for all arms", "Name it once")
@@ -216,11 +217,7 @@ def _interactions(table: Mapping[str, Any], arms: Collection[str]) -> dict[str, 
     """`study.interactions`. Raises ConfigError for an arm that the study does not have."""
     for name, four in table.items():
         for arm in four:
-            if arm not in arms:
-                near = did_you_mean(nearest(arm, arms))
-                raise mistake(
-                    f"study.interactions: {name}: {arm}: no arm of that name{near}", f"Arms: {', '.join(arms)}"
-                )
+            check_arm(f"study.interactions: {name}: {arm}", arm, arms)
     return {name: tuple(four) for name, four in table.items()}
 
 
@@ -270,7 +267,6 @@ def tree_of(study: Study) -> dict[str, Any]:
 
 
 def write_study(study: Study) -> None:
-    """Writes study.yaml."""
     study.path.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(redacted(tree_of(study)), sort_keys=False, allow_unicode=True)
     write_atomically(study.path / FILE, text.encode())

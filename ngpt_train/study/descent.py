@@ -1,8 +1,6 @@
 """Coordinate descent over an arm's keys at a budget: the learning rate, then each further key, then the rate again,
 until no key gains more than the noise between seeds or the budget of runs is used up."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Generator, Mapping, Sequence

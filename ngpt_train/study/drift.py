@@ -1,8 +1,6 @@
 """The best learning rate of each architecture, width, depth and budget in directories of studies and runs, and its
 change along each size, in octaves, with its interval."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """The points of a study. Each is a run: its arguments and configuration, its result, which is read from its directory,
 and whether it equals a run of another study or of the study that has begun in the same directory."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Mapping, Sequence

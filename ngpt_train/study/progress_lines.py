@@ -121,7 +121,6 @@ class ProgressLines:
         self._lines.clear()
 
     def _with_time(self) -> str:
-        """The counts and the time left."""
         self._counts_said = self._counts
         if self._time_left is None:
             return self._counts

@@ -1,21 +1,16 @@
 """Optimizer steps on random tokens, for timing. They need no data and no tokenizer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ngpt_train.config.keys import AUTO
+from ngpt_train.config.schema import Config
 from ngpt_train.core.constants import IGNORED
+from ngpt_train.training.state import TrainState
 from ngpt_train.training.step import train_step
-
-if TYPE_CHECKING:
-    from ngpt_train.config.schema import Config
-    from ngpt_train.training.state import TrainState
 
 VOCAB_SIZE = 32_000  # the paper's
 

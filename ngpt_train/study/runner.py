@@ -1,7 +1,5 @@
 """Makes the runs of a study: asks the tuning for wanted points and gives them to an engine, until none is wanted."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import Counter
@@ -13,12 +11,12 @@ from pathlib import Path
 
 from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import read_yaml
-from ngpt_train.config.validate import did_you_mean, mistake, nearest, show
+from ngpt_train.config.validate import show
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import DirectoryLock, write_json
 from ngpt_train.study.compare.comparison import check_out
 from ngpt_train.study.cost import cost_of_phases, costs, measure, rehearsal, table
-from ngpt_train.study.definition import LR, Study, hashable, read_study, write_study
+from ngpt_train.study.definition import LR, Study, check_arm, hashable, read_study, write_study
 from ngpt_train.study.descent import write_phases
 from ngpt_train.study.engines import Ended, Engine, Job
 from ngpt_train.study.engines.local import local_engine, usable_cores, usable_gpus
@@ -63,7 +61,10 @@ def make(
     configs = {arm: runs.config(runs.first_point(arm, study.budgets[0])) for arm in study.arms}
     is_here = config.study.engine == "local"
     for one in configs.values() if is_here else ():
-        _check_text(one)
+        if one.data.kind == "local" and one.data.path is not None:
+            from ngpt_train.data.sources.local_files import text_files  # slow to import: mistakes are reported at once
+
+            text_files(one.data)  # raises DataError for files that are not on this machine
     lock = None if config.study.dry_run else _taken(study)
     try:
         engine: Engine
@@ -119,19 +120,8 @@ def _check_comparison(config: Config, study: Study) -> None:
         check_out(Path(compare.out).expanduser())
     if compare.baseline is None or compare.arms is not None:
         return
-    if compare.baseline not in study.arms and not (study.runs / Path(compare.baseline).name).exists():
-        near = did_you_mean(nearest(compare.baseline, study.arms))
-        raise mistake(
-            f"compare.baseline={compare.baseline}: no arm of that name{near}", f"Arms: {', '.join(study.arms)}"
-        )
-
-
-def _check_text(config: Config) -> None:
-    """Raises DataError if the files of data=local are not on this machine."""
-    from ngpt_train.data.sources.local_files import text_files  # slow to import, and mistakes are reported at once
-
-    if config.data.kind == "local" and config.data.path is not None:
-        text_files(config.data)
+    if not (study.runs / Path(compare.baseline).name).exists():
+        check_arm(f"compare.baseline={compare.baseline}", compare.baseline, study.arms)
 
 
 def _taken(study: Study) -> DirectoryLock:

@@ -1,7 +1,5 @@
 """The next points of a study, a pure function of the results so far."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The output of `transfer`: the drift along each axis and the tuned rates, in words, as JSON and as a figure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -75,16 +73,9 @@ def report_of(optima: Optima, axes: Sequence[Axis], within: float, commands: Ite
         ],
         "optima": [
             {
-                "architecture": one.architecture,
-                "width": one.width,
-                "depth": one.depth,
-                "tokens": one.tokens,
-                "state": one.tuning.state,
-                "best": one.tuning.best,
+                **{name: getattr(one, name) for name in ("architecture", "width", "depth", "tokens")},
+                **{name: getattr(one.tuning, name) for name in ("state", "best", "low", "high", "price_of_two")},
                 "lr": one.tuning.optimum,
-                "low": one.tuning.low,
-                "high": one.tuning.high,
-                "price_of_two": one.tuning.price_of_two,
                 "seeds": one.n_seeds,
             }
             for one in optima.found

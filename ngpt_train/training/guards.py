@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from ngpt_train.config.sections.records import GuardsConfig
 from ngpt_train.optim.loss_scale import SMALLEST
@@ -53,7 +52,10 @@ class Guards:
 
     def add(self, result: StepResult, step: int) -> None:
         """Adds a step. step: its number, from 1."""
-        self.skipped_in_a_row = (self.skipped_in_a_row + 1) * without_remedy(result)
+        without_remedy = result.skipped  # a smaller loss scale would not have helped either
+        if result.loss_scale is not None:
+            without_remedy = without_remedy & (result.loss_scale <= SMALLEST)
+        self.skipped_in_a_row = (self.skipped_in_a_row + 1) * without_remedy
         if not self._config.rollback:
             return
         loss, losses = result.loss.double(), self._losses
@@ -101,11 +103,6 @@ class Guards:
         self._losses.fill_(torch.nan)
         if losses := stored.get("losses", [])[-len(self._losses) :]:
             self._losses[-len(losses) :] = torch.tensor(losses, dtype=torch.float64)
-
-
-def without_remedy(result: StepResult) -> Tensor:
-    """0-dim bool on the device: True if the step was skipped and a smaller loss scale would not have helped."""
-    return result.skipped if result.loss_scale is None else result.skipped & (result.loss_scale <= SMALLEST)
 
 
 @contextmanager

@@ -3,8 +3,6 @@
 config.yaml  run.json  metrics.jsonl  evals/  curves.png  checkpoints/  logs/  exit.json  lock
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -13,7 +11,7 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -30,9 +28,6 @@ from ngpt_train.distributed.layouts import resolve_kind
 from ngpt_train.models.weights import standard_deviations
 from ngpt_train.training.checkpoint.catalogue import VALIDATION, candidates, find_checkpoint, list_checkpoints, step_of
 from ngpt_train.training.state import TrainState
-
-if TYPE_CHECKING:
-    from ngpt_train.data.dataset import Dataset  # imports numpy
 
 logger = logging.getLogger(__name__)
 
@@ -305,7 +300,6 @@ class RunDirectory:
             logger.warning("%s/exit.json could not be written: %s", self.path, error.strerror)
 
     def release(self) -> None:
-        """Unlocks the directory."""
         self._lock.release()
 
     def _other_files(self) -> list[str]:

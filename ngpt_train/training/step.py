@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -150,7 +150,8 @@ def forward_and_backward(
         hold_gradients(state.model)
     loss_sum = torch.zeros((), dtype=torch.float64, device=state.world.device)
     z_sum = torch.zeros_like(loss_sum)
-    with working_copies(state, untouched):
+    # The optimizer lends its bf16 copies of the matrices, if it keeps any, to the blocks' products.
+    with state.optimizer.copies.lent(untouched) if isinstance(state.optimizer, RowAdam) else nullcontext():
         for index, batch in enumerate(batches):
             with accumulating(state.forward, state.config.parallel, last=index == len(batches) - 1):
                 micro_loss = state.forward(*batch, **seeds[index])
@@ -159,11 +160,6 @@ def forward_and_backward(
             if micro_loss.z_term is not None:
                 z_sum += micro_loss.z_term
     return loss_sum, z_sum
-
-
-def working_copies(state: TrainState, untouched: bool) -> AbstractContextManager:
-    """Lends the optimizer's bf16 copies of the matrices, if it keeps any, to the blocks' products."""
-    return state.optimizer.copies.lent(untouched) if isinstance(state.optimizer, RowAdam) else nullcontext()
 
 
 def update_weights_(state: TrainState, grad_norm: Tensor, skipped: Tensor, lr: float) -> None:

@@ -1,7 +1,5 @@
 """`analyze`: the papers' measurements and figures, from checkpoints and from the telemetry of runs."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`audit RUN`: trains parts of a run again and says whether its records follow from its config, code and data."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

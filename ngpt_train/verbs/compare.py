@@ -1,7 +1,5 @@
 """`compare`: which of several arms is better, by how much and how sure, from the directories of any runs."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace

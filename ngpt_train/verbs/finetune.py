@@ -1,7 +1,5 @@
 """`finetune`: trains the model of another run on a task with labels, docs/objectives.md."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
 

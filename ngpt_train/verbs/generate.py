@@ -150,7 +150,6 @@ def note_spaces(prompts: Sequence[str], tokenizer: Tokenizer) -> None:
 
 
 def line_of(text: Text, config: GenerateConfig) -> str:
-    """The line of generate.out for a text."""
     return json.dumps(text.json(config), ensure_ascii=False) + "\n"
 
 

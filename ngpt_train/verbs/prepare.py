@@ -1,7 +1,5 @@
 """`prepare`: tokenizes text into shards on disk, in data.out or in the cache."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

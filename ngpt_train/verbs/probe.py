@@ -1,7 +1,5 @@
 """`probe`: where the validation loss of one or two checkpoints is."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """`study`: trains the arms of a comparison, each tuned, at several budgets and seeds, and compares them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

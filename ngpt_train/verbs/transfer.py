@@ -1,8 +1,6 @@
 """`transfer`: how the best learning rate changes with width, depth and the length of a run, from a study of its own or
 from studies that are finished."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ngpt_train.__main__ import main
 from ngpt_train.config.schema import TokenizerConfig
-from ngpt_train.data import load_tokenizer
+from ngpt_train.data.tokenizers import load_tokenizer
 from ngpt_train.data.tokenizers.sentence_piece import train_sentencepiece
 from ngpt_train.training.checkpoint import list_checkpoints
 from tests.processes.runs import arguments, records, write_corpus

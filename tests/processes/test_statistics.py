@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ngpt_train.config.schema import Config
-from ngpt_train.data import Batch
+from ngpt_train.data.rows import Batch
 from ngpt_train.evaluation import validation
 from ngpt_train.evaluation.validation import Validation
 from ngpt_train.models import build_model, export_weights, load_weights

@@ -11,8 +11,6 @@ the architecture that it was found for; `optim`, the optimizer, by default Adam 
 where it was found for something else or not at all. Rates of another optimizer say nothing.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """The keys tokenizer.*: text to ids."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Union

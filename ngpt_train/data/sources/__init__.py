@@ -1,7 +1,5 @@
 """Sources of documents: files of this machine, and the hub. `open_source` opens them."""
 
-from __future__ import annotations
-
 import json
 import platform
 from functools import partial

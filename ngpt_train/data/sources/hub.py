@@ -3,8 +3,6 @@
 parquet and jsonl files are fetched as they are. The datasets library reads all other formats.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

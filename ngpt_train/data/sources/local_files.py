@@ -1,7 +1,5 @@
 """Text files of this machine: lists and reads them, and cuts them into shards for streaming and units for `prepare`."""
 
-from __future__ import annotations
-
 import glob
 import itertools
 import logging

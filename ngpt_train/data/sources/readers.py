@@ -3,8 +3,6 @@
 A faulty file raises a `DataError` with the place of the fault, an unreadable file a `FetchError`. Nothing is skipped.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,14 +1,12 @@
 """A source of text: its shards of documents, the choice of held-out documents, and the sample for a tokenizer."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.cache_files import FileHashes
@@ -131,7 +129,7 @@ class Counts:
     smallest: float = 1.0  # place (`place_of`)
     largest: float = 0.0
 
-    def add(self, other: Counts) -> None:
+    def add(self, other: Self) -> None:
         self.documents += other.documents
         self.bytes += other.bytes
         self.empty += other.empty

@@ -4,8 +4,6 @@ A tokenizer is its kind and the bytes of its model file. So it can be written be
 read again on a machine without a network.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -101,14 +99,8 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> dict[str, Any]:
     file = MODEL_FILES[tokenizer.kind]
     if file is not None:
         (directory / file).write_bytes(tokenizer.model)
-    return {
-        "kind": tokenizer.kind,
-        "name": tokenizer.name,
-        "vocab_size": tokenizer.vocab_size,
-        "eos": tokenizer.eos,
-        "file": file,
-        "fingerprint": tokenizer.fingerprint,
-    }
+    described = {name: getattr(tokenizer, name) for name in ("kind", "name", "vocab_size", "eos", "fingerprint")}
+    return described | {"file": file}
 
 
 def read_tokenizer(directory: Path, entry: dict[str, Any]) -> Tokenizer:

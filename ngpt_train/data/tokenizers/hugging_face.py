@@ -1,7 +1,5 @@
 """Hugging Face's tokenizer.json."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator

@@ -3,8 +3,6 @@
 Well-known SentencePiece models are identified by the sha256 of their files.
 """
 
-from __future__ import annotations
-
 import hashlib
 import threading
 from collections.abc import Callable

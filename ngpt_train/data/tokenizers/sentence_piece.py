@@ -1,7 +1,5 @@
 """SentencePiece models, and their training."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import re

@@ -1,7 +1,5 @@
 """The interface of a tokenizer, the encoding of documents of any length, and tokens that are bytes or words."""
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections import Counter
@@ -61,7 +59,8 @@ def encode_document(tokenizer: Tokenizer, text: str) -> Ids:
     stretches = _stretches(text)
     ids = [tokenizer.encode(next(stretches))]
     # A tokenizer that puts a space before each text would put one at every cut. The guard takes it away.
-    guard = GUARD if _adds_space(tokenizer) else ""
+    both = np.concatenate([tokenizer.encode("a"), tokenizer.encode("b")])
+    guard = GUARD if tokenizer.decode(both.tolist()) != "ab" else ""
     guard_ids = tokenizer.encode(guard) if guard else np.empty(0, np.int32)
     for stretch in stretches:
         row = tokenizer.encode(guard + stretch)
@@ -96,11 +95,6 @@ def _cut(text: str, limit: int) -> int:
                 return place
             end = place
     return limit
-
-
-def _adds_space(tokenizer: Tokenizer) -> bool:
-    first, second = tokenizer.encode("a"), tokenizer.encode("b")
-    return tokenizer.decode(np.concatenate([first, second]).tolist()) != "ab"
 
 
 class BytesTokenizer:

@@ -3,7 +3,6 @@
 import csv
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,9 +28,9 @@ from ngpt_train.doctor.findings import (
     unchecked,
 )
 from ngpt_train.kernels import attention, dispatch, flash
+from ngpt_train.kernels.check.kernel_findings import nvidia_smi
 from ngpt_train.training.feed import resolve_micro_rows
 
-SMI_SECONDS = 10
 # nvidia-smi's fields, by our names. They differ between drivers.
 FIELDS = {
     "uuid": "uuid",
@@ -106,15 +105,6 @@ def processes() -> list[dict[str, str]]:
 def _table(query: str) -> list[list[str]]:
     lines = csv.reader(nvidia_smi(query, "--format=csv,noheader,nounits").splitlines())
     return [[field.strip() for field in line] for line in lines if line]
-
-
-def nvidia_smi(*arguments: str) -> str:
-    """The output of nvidia-smi; empty if it is missing or fails."""
-    command = ["nvidia-smi", *arguments]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=SMI_SECONDS).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 def arithmetic(device: torch.device, precision: torch.dtype) -> str | None:

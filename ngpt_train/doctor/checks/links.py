@@ -18,9 +18,9 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.files import text_of
 from ngpt_train.distributed.world import resolve_device
 from ngpt_train.doctor.bounded import Report
-from ngpt_train.doctor.checks.devices import nvidia_smi
 from ngpt_train.doctor.findings import OK, WARNING, WRONG, Answer, Finding, Place, gb, unchecked
 from ngpt_train.doctor.rank_store import connection, join, places_told, tell, told
+from ngpt_train.kernels.check.kernel_findings import nvidia_smi
 
 GATHER_SECONDS, CONNECT_SECONDS = 5.0, 3.0
 SMALL, LARGE_ON_CPU, LARGE_ON_GPU = 1 << 20, 1 << 24, 1 << 28  # bytes of a measurement

@@ -9,8 +9,6 @@ targets. Its decoder begins with the id before the first target, and its encoder
 that, as in training (data/rows.py: PrefixContinuation).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Runs tasks on a model, and reports their metrics."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -81,7 +79,9 @@ class TaskResults:
     def lines(self) -> list[str]:
         """A line for each task, and one for the mean."""
         n_means = sum("acc" in task for task in self.tasks.values())
-        means = {f"mean of {n_means} tasks": _renamed_mean(self.mean())} if n_means > 1 else {}
+        # The mean is shown as `acc`, and `mean_NAME` as NAME.
+        mean = {re.sub("^mean(?=$|_stderr)", "acc", name).removeprefix("mean_"): x for name, x in self.mean().items()}
+        means = {f"mean of {n_means} tasks": mean} if n_means > 1 else {}
         width = max(map(len, [*self.tasks, *means]), default=0)
         found = []
         for task, of_task in {**self.tasks, **means}.items():
@@ -105,11 +105,6 @@ class TaskResults:
         ]
         text = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
         write_atomically(path, text.encode())
-
-
-def _renamed_mean(mean: Mapping[str, float]) -> dict[str, float]:
-    """Renames `mean` to `acc`, and `mean_NAME` to NAME."""
-    return {re.sub("^mean(?=$|_stderr)", "acc", name).removeprefix("mean_"): value for name, value in mean.items()}
 
 
 class Tasks:

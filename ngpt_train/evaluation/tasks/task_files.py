@@ -11,8 +11,6 @@ file have one of these forms:
 One space separates a continuation from the text before it.
 """
 
-from __future__ import annotations
-
 import functools
 import glob
 import json
@@ -31,7 +29,7 @@ from lm_eval.tasks._factory import TaskFactory
 from lm_eval.tasks._index import Entry
 
 from ngpt_train.config.validate import did_you_mean, nearest
-from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.core.errors import ConfigError, DataError, in_one_line
 from ngpt_train.core.files import json_lines
 
 logger = logging.getLogger(__name__)
@@ -157,7 +155,7 @@ class OwnTasks:
         try:
             self.manager = TaskManager(include_path=str(directory), include_defaults=False)
         except Exception as error:  # a YAML file can cause any error in the harness
-            raise DataError(f"eval.tasks_path={directory}: {_said(error)}") from None
+            raise DataError(f"eval.tasks_path={directory}: {in_one_line(error)}") from None
         self.manager._factory = _FromOwnDirectory()
         self._files = {path.stem: path for path in sorted(directory.rglob("*.jsonl"))}
 
@@ -289,10 +287,5 @@ def _built(manager: TaskManager, spec: str | dict[str, Any], where: str, fix: st
     try:
         built = manager._load_spec(spec)
     except Exception as error:  # from the data set's own code, the network or YAML
-        raise DataError(f"{where}{_said(error)}{fix and '. '}{fix}") from None
+        raise DataError(f"{where}{in_one_line(error)}{fix and '. '}{fix}") from None
     return list(built) if isinstance(built, list) else [built]
-
-
-def _said(error: Exception) -> str:
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first[:500]}"

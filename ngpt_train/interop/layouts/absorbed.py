@@ -9,8 +9,6 @@ Two things of Qwen3 differ, and each is made the same function:
   decide its root mean square. No matrix reads or writes them, and the gain takes the factor back.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

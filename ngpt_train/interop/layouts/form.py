@@ -1,7 +1,5 @@
 """The base of layouts whose program has one form of `composed`: keys, tensors and sizes as tables."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """The base of all layouts, and the checks that foreign keys and weights make a model."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path

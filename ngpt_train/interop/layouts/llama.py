@@ -4,8 +4,6 @@ Both have GPT's equations, but store two things differently. W_o and W_down are 
 (i, i + d_head/2), so rows of W_q and W_k move if GPT pairs 2i with 2i + 1.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ Post-norm, sinusoidal positions, and one matrix for the embeddings of source, tr
 eos, which also begins the translation. Positions are a table among the tensors, ours interleaved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Its positions begin after the padding id, so pad_token_id=-1 makes them begin at
 with attention_mask. The tables of token types, which RoBERTa does not use, have one row of zeros.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ Its argument is a request, as JSON. To its standard output it writes lines of JS
 piece of work takes too long.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import sys
@@ -22,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ngpt_train.core.errors import in_one_line
 from ngpt_train.core.launcher import die_with_parent
 from ngpt_train.kernels import attention, dispatch
 from ngpt_train.kernels.check.calls import Call
@@ -72,7 +71,7 @@ def checked(call: Call, device: torch.device) -> dict[str, Any]:
     except torch.OutOfMemoryError:
         return {"error": None, "problem": "the check had too little memory", "lasting": False}
     except Exception as error:  # compilers and kernels raise anything
-        return {"error": None, "problem": f"it fails: {in_a_line(error)}", "lasting": True}
+        return {"error": None, "problem": f"it fails: {in_one_line(error)}", "lasting": True}
     finally:
         if device.type == "cuda":
             with contextlib.suppress(RuntimeError):
@@ -93,14 +92,8 @@ def timed(call: Call, device: torch.device, compiled: bool) -> dict[str, Any]:
     try:
         ours, plain = times_of_call(call, device, compiled)
     except Exception as error:
-        return {"untimed": in_a_line(error)}
+        return {"untimed": in_one_line(error)}
     return {"us": ours, "plain_us": plain}
-
-
-def in_a_line(error: Exception) -> str:
-    """The error's type and first line, without empty lines."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
 def unusable(device: torch.device) -> bool:

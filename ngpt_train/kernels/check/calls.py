@@ -3,15 +3,13 @@
 A pass over a model on torch's meta device, which computes nothing, is enough.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -32,14 +30,14 @@ class Call:
     options: tuple[tuple[str, Any], ...] = field(default=())  # names and values, by name
 
     @classmethod
-    def of(cls, kernel: str, first: Tensor, **options: Any) -> Call:
+    def of(cls, kernel: str, first: Tensor, **options: Any) -> Self:
         """A call of `kernel`. first: its first tensor."""
         stride = None if first.is_contiguous() or 0 in first.stride() else tuple(first.stride())
         dtype = str(first.dtype).removeprefix("torch.")
         return cls(kernel, tuple(first.shape), dtype, stride, tuple(sorted(options.items())))
 
     @classmethod
-    def from_json(cls, text: str) -> Call:
+    def from_json(cls, text: str) -> Self:
         found = json.loads(text)
         stride = None if found["stride"] is None else tuple(found["stride"])
         options = tuple((name, value) for name, value in found["options"])

@@ -4,8 +4,6 @@ Widths, strides, dtypes and options are the call's. Rows are fewer where all wou
 all rows alike.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 

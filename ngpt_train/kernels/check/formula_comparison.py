@@ -3,8 +3,6 @@
 New memory is filled with NaN, so that an element that the operation does not write is noticed.
 """
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence

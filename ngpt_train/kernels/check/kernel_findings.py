@@ -4,8 +4,6 @@ A process is `__main__.py` beside this file. The next start need not check again
 that may change it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -34,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 180.0  # to import torch, perhaps from a slow disk, and to reach the GPU
 WORK_SECONDS = {"check": 120.0, "times": 180.0}  # of one call; most of it is for the compiler
+SMI_SECONDS = 10.0
 UNUSABLE = 3  # exit code of a process whose GPU no longer works for it
 HUNG = -signal.SIGALRM  # exit code of a process that was not done in time: its own timer ends it
 
@@ -177,15 +176,18 @@ def triton_version() -> str | None:
 
 def driver() -> str | None:
     """The driver's version; None if it is unknown."""
-    try:
+    with contextlib.suppress(OSError, IndexError):
         return Path("/proc/driver/nvidia/version").read_text().splitlines()[0].strip()
-    except (OSError, IndexError):
-        pass
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    return nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader", "--id=0").strip() or None
+
+
+def nvidia_smi(*arguments: str) -> str:
+    """The output of nvidia-smi; empty if it is missing or fails."""
+    command = ["nvidia-smi", *arguments]
     try:
-        return subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=SMI_SECONDS).stdout
     except (OSError, subprocess.SubprocessError):
-        return None
+        return ""
 
 
 class Kept:

@@ -1,7 +1,5 @@
 """The keys of model=angpt."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 

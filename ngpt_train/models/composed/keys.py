@@ -1,18 +1,14 @@
 """The keys of model=composed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Union
+from typing import Any, Union
 
 from ngpt_train.config.keys import AUTO, Conflict, key, nearest_multiples
 from ngpt_train.config.model_keys import InitConfig
+from ngpt_train.config.schema import Config
 from ngpt_train.models.normformer.keys import PositionKeys
 from ngpt_train.models.powernorm.keys import PowerNormConfig
-
-if TYPE_CHECKING:
-    from ngpt_train.config.schema import Config
 
 NORMS = (
     *("rms", "layer", "layer_no_bias", "layer_no_gain", "layer_plain"),

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Union
+from typing import Union
 
 from ngpt_train.config.keys import AUTO, Conflict, key
 from ngpt_train.config.model_keys import InitConfig
+from ngpt_train.config.schema import Config
 from ngpt_train.models.composed.keys import NORMS, ComposedConfig
 from ngpt_train.models.encoder_decoder_keys import EncoderDecoderKeys
 from ngpt_train.models.powernorm.keys import OVER_BATCH
-
-if TYPE_CHECKING:
-    from ngpt_train.config.schema import Config
 
 
 @dataclass

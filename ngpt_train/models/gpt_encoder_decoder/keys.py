@@ -1,7 +1,5 @@
 """The keys of model=gpt_encoder_decoder."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ngpt_train.config.keys import key

@@ -3,8 +3,6 @@
 `NormedAttention` has norms of q, k and v, and a learned number per head.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING

@@ -1,17 +1,13 @@
 """The keys of model=ngpt."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Union
+from typing import Any, Union
 
 from ngpt_train.config.keys import AUTO, COUNT, Conflict, FloatOrAuto, key
 from ngpt_train.config.model_keys import KINDS, InitConfig, LrFactors, ModelConfig
+from ngpt_train.config.schema import Config
 from ngpt_train.core.constants import Constraint
-
-if TYPE_CHECKING:
-    from ngpt_train.config.schema import Config
 
 # The words that `init` and `scale` of a scale vector may be besides a number. auto: model.init_table's for the scale,
 # else the paper's.

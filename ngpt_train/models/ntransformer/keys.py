@@ -1,7 +1,5 @@
 """The keys of model=ntransformer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Union
 

@@ -1,17 +1,11 @@
 """The keys of model=powernorm."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ngpt_train.config.keys import AUTO, Conflict, IntOrAuto, key, nearest_divisors
 from ngpt_train.config.model_keys import ModelConfig
-
-if TYPE_CHECKING:
-    from ngpt_train.config.schema import Config
-
+from ngpt_train.config.schema import Config
 
 OVER_BATCH = ("pn", "pn_v", "batch")  # norms that take a statistic over the tokens of a batch
 

@@ -53,7 +53,9 @@ class RunningStatistics:
     def after_update(self) -> Numbers:
         for norm in self.norms.values():
             norm.on_batch = None
-        summed = [self._total(found[key]) for found in (self._distances, self._counts) for key in self.moved]
+        nothing = torch.zeros((), device=self.device)
+        found = [of[key] for of in (self._distances, self._counts) for key in self.moved]
+        summed = [torch.stack(values).sum() if values else nothing for values in found]
         for place, name in self.after:
             norm = self.norms[place]
             value = in_symbols(norm, name, norm.statistics()[name])
@@ -69,9 +71,6 @@ class RunningStatistics:
         for (place, name), length in zip(self.after, summed[2 * n :], strict=True):
             found[f"{SYMBOLS.get(name, name)}_l2/{place}"] = length
         return found
-
-    def _total(self, values: list[Tensor]) -> Tensor:
-        return torch.stack(values).sum() if values else torch.zeros((), device=self.device)
 
 
 def in_symbols(norm: Any, name: str, value: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """The certificate of an audit, audit.json of a run, which `compare` reads."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Checks without training: the records of a run against each other, its config, its checkpoints and exit.json."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Arms: runs whose configs differ only in seed, budget and tuned keys, or runs named by the user."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -12,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.config.keys import AUTO
-from ngpt_train.config.validate import did_you_mean, mistake, nearest, show
+from ngpt_train.config.validate import mistake, show
 from ngpt_train.study.compare.compared_keys import HARDWARE, OF_THE_BUDGET, covers, identity, is_harmless
 from ngpt_train.study.compare.runs import Run
-from ngpt_train.study.definition import LR
+from ngpt_train.study.definition import LR, check_arm
 from ngpt_train.study.tuning import Values
 
 # Keys that may differ between runs of an arm. They separate arms only if nothing else tells two runs apart.
@@ -157,13 +155,11 @@ def choose_baseline(arms: Arms, wanted: str | None) -> str:
     if wanted is None:
         plain = [name for name, runs in arms.items() if name == "gpt" or runs[0].config.get("model.name") == "gpt"]
         return "gpt" if "gpt" in arms else (plain or list(arms))[0]
-    if wanted in arms:
-        return wanted
-    for name, runs in arms.items():
+    for name, runs in arms.items() if wanted not in arms else ():
         if any(wanted.rstrip("/") in (run.path.name, str(run.path)) for run in runs):
             return name
-    near = did_you_mean(nearest(wanted, arms))
-    raise mistake(f"compare.baseline={wanted}: no arm of that name{near}", f"Arms: {', '.join(arms)}")
+    check_arm(f"compare.baseline={wanted}", wanted, arms)
+    return wanted
 
 
 def values_of(run: Run, tuned: Collection[str]) -> Values:

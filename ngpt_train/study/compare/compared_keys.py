@@ -1,8 +1,6 @@
 """The keys that `compare` compares: their kinds, their values in the runs of each arm and budget, and the values that
 an architecture and its recipe bring."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -26,33 +24,19 @@ from ngpt_train.study.compare.runs import Run, common_budgets
 HARMLESS = {
     "logging": "records change no bit of the run",
     "checkpoint": "saving changes no bit of the run",
-    "generate": "a key of another verb than train",
-    "evaluate": "a key of another verb than train",
-    "plan": "a key of another verb than train",
-    "doctor": "a key of another verb than train",
-    "study": "a key of another verb than train",
-    "compare": "a key of another verb than train",
-    "audit": "a key of another verb than train",
-    "transfer": "a key of another verb than train",
-    "analyze": "a key of another verb than train",
-    "probe": "a key of another verb than train",
-    "export": "a key of another verb than train",
-    "import": "a key of another verb than train",
+    **dict.fromkeys(("generate", "evaluate", "plan", "doctor", "study", "compare"), "a key of another verb than train"),
+    **dict.fromkeys(("audit", "transfer", "analyze", "probe", "export", "import"), "a key of another verb than train"),
     "run.name": "a name",
-    "run.root": "a place",
-    "run.resume": "a resumed run has the bits of an uninterrupted one",
-    "run.resume_step": "a resumed run has the bits of an uninterrupted one",
+    **dict.fromkeys(("run.root", "data.out", "data.cache"), "a place"),
+    **dict.fromkeys(("run.resume", "run.resume_step"), "a resumed run has the bits of an uninterrupted one"),
     "run.overwrite": "deletes an older run",
     "run.allow_change": "a permission; the changes are compared",
-    "run.max_time": "a stopped run is not annealed, and left out",
+    **dict.fromkeys(("run.max_time", "train.stop_at"), "a stopped run is not annealed, and left out"),
     "scale.name": "a name; its numbers are compared",
     "optim.lr_table": "gives optim.lr, which is compared",
     "model.init_table": "gives model.init.*, which are compared",
     "optim.lr_source": "a sentence about optim.lr, which is compared",
-    "train.stop_at": "a stopped run is not annealed, and left out",
     "train.profile": "writes a trace of three steps",
-    "data.out": "a place",
-    "data.cache": "a place",
     "data.cache_gb": "a size on the disk",
     "data.text_gb": "a size, for plan",
     "data.workers": "processes that read ahead; the rows are the same",
@@ -63,9 +47,7 @@ HARMLESS = {
     "parallel.hang_seconds": "a limit for hung ranks",
     "parallel.check_replicas": "comparisons of replicas change no weight",
     "eval.every": "validations change no weight",
-    "eval.tasks": "tasks change no weight",
-    "eval.tasks_every": "tasks change no weight",
-    "eval.tasks_path": "tasks change no weight",
+    **dict.fromkeys(("eval.tasks", "eval.tasks_every", "eval.tasks_path"), "tasks change no weight"),
 }
 
 # Layout and kernels. They change seconds, and numbers within rounding, unless a norm has statistics over the rows of a
@@ -130,7 +112,6 @@ def compared_keys(configs: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def is_own_option(key: str) -> bool:
-    """True for an option of one architecture."""
     shared = {field.name for field in fields(ModelConfig)}
     return key.startswith("model.") and key.removeprefix("model.").partition(".")[0] not in shared
 

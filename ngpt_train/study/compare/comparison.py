@@ -1,7 +1,5 @@
 """report.json (docs/study.md): every number of a comparison. Document, figures and page are functions of it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +11,7 @@ from ngpt_train.config.places import check_directory
 from ngpt_train.config.validate import mistake
 from ngpt_train.core.constants import METRICS
 from ngpt_train.core.errors import DataError
-from ngpt_train.core.files import read_json, write_json
+from ngpt_train.core.files import read_json, write_atomically, write_json
 from ngpt_train.core.recorded import compared
 from ngpt_train.core.secrets import redacted
 from ngpt_train.study.compare.arms import Arms, choose_baseline, found_arms, named_arms
@@ -149,14 +147,15 @@ def write_reports(report: Mapping[str, Any], out: Path, step_times: Times | None
     place of an earlier comparison's."""
     from ngpt_train.study.compare.output.charts import write_figures
     from ngpt_train.study.compare.output.comparison_page import write_page
-    from ngpt_train.study.compare.output.document import write_document
+    from ngpt_train.study.compare.output.document import document
 
     report = redacted(report)  # for the page and the document, too
     write_json(out / "report.json", report)
     if step_times:
         write_json(out / STEP_TIMES, {"arms": step_times})
     captions = write_figures(report, out / "figures")
-    write_document(report, out / "report.md", {f"figures/{name}.png": said for name, said in captions.items()})
+    text = document(report, {f"figures/{name}.png": said for name, said in captions.items()})
+    write_atomically(out / "report.md", text.encode())
     write_page(report, out / "report.html")
 
 

@@ -9,8 +9,6 @@ noise. Then straight lines in log x lead from budget to budget. Where they fall 
 fit stays. In both cases nothing is said beyond the budgets.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -12,8 +12,6 @@ Within one schedule, a frequent claim: the step at which the better arm reaches 
 arm whose learning rate decays faster. It stands beside the annealed ratio, never instead of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

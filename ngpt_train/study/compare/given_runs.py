@@ -1,7 +1,5 @@
 """Reads the runs for `compare` from directories of runs and studies, and refuses runs that cannot be compared."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

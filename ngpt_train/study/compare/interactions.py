@@ -8,8 +8,6 @@ With a and b nGPT and GPT under Muon, c and d the same under AdamW, I > 0 is the
 takes away. Its interval is a difference's (noise.py), of D = L_a - L_b against the baseline D' = L_c - L_d.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,12 +47,8 @@ def interactions(
                     "name": name,
                     "arms": list(names),
                     "budget": budget,
-                    "estimate": found.estimate,
-                    "low": found.low,
-                    "high": found.high,
+                    **{name: getattr(found, name) for name in ("estimate", "low", "high", "n_seeds", "n_rows")},
                     "confidence": confidence,
-                    "n_seeds": found.n_seeds,
-                    "n_rows": found.n_rows,
                     "resolved": found.is_resolved and not untuned,
                     "untuned": untuned,
                 }

@@ -1,7 +1,5 @@
 """The interval of a difference between two arms, and the seeds, validation rows or steps that would resolve one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

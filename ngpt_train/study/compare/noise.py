@@ -14,8 +14,6 @@ weighted by their variances (Cochran and Cox), for a sum of two variances with d
 A loss at the best value tried lies above the loss at the optimum. This price moves one end of an interval (`Price`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

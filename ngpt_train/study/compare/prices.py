@@ -1,8 +1,6 @@
 """By how much an arm's loss at its compared values may lie above its loss at the best ones: between the rates tried,
 and where a seed diverges."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Collection, Mapping

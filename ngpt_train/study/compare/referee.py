@@ -1,7 +1,5 @@
 """The referee finds every difference between arms. Each is under test, follows from it, or is a confound."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass

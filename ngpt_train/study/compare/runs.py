@@ -1,7 +1,5 @@
 """Runs, read from config.yaml, run.json, metrics.jsonl, exit.json and evals/ of their directories."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -2,8 +2,6 @@
 the runs' own clocks, which depend on the load of the machine. step_times.json in the report's directory keeps the
 times, so a comparison can be repeated."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import statistics

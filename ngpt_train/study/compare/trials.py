@@ -1,7 +1,5 @@
 """The runs of an arm as trials: budget, tuned values, seed, and the end loss or the reason of a failure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

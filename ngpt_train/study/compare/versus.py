@@ -1,7 +1,5 @@
 """An arm against the baseline: the difference at equal tokens, the cost at equal loss, and the verdict."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Engines run the points of a study: on this machine, or on a cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs the points of a study on this machine, side by side, each in its own process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -120,7 +118,6 @@ def began_with(run: Path) -> int | None:
 
 
 def usable_cores() -> int:
-    """The number of cores for this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

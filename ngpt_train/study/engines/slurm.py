@@ -4,8 +4,6 @@ The queue is the record of submitted jobs: the name of a job contains its run di
 its jobs there, even after a kill, and submits none twice.
 """
 
-from __future__ import annotations
-
 import getpass
 import hashlib
 import logging
@@ -227,7 +225,6 @@ def _check_here() -> None:
 
 
 def parameters(slurm: SlurmConfig, name: str) -> dict[str, Any]:
-    """The parameters of a job for submitit."""
     return {
         "job_name": name,
         "partition": slurm.partition,
@@ -245,7 +242,6 @@ def parameters(slurm: SlurmConfig, name: str) -> dict[str, Any]:
 
 
 def job_name(run: Path) -> str:
-    """The name of the job for a run directory."""
     return f"{run.name}-{hashlib.sha256(str(run.absolute()).encode()).hexdigest()[:10]}"
 
 

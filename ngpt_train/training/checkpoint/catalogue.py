@@ -8,12 +8,13 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json
+from ngpt_train.core.recorded import COUNT, LIST, NUMBER, POSITIVE, TABLE, Fields, all_checked, checked
 
 if TYPE_CHECKING:
     from ngpt_train.distributed.world import World
@@ -31,8 +32,16 @@ STATE = "state.json"
 MOST = 2**63  # torch's counters end below it
 SHA256, XXH3 = "sha256", "xxh3"
 DIGITS = {XXH3: 32, SHA256: 64}  # length of a checksum; both detect a damaged file, neither a forged one
-# Required numbers in parts of state.json. A state.json of an earlier version may lack a whole part.
-_NUMBERS = {"interval": {"loss_sum", "n_targets", "n_skipped"}, "loss_scale": {"value", "good_steps"}}
+# state.json; a part of it that an earlier version left out may be missing.
+SUM = NUMBER._replace(least=1 - MOST, most=MOST - 1)
+COUNTERS: Fields = {"step": COUNT, "tokens": COUNT, "world_size": POSITIVE, "train_seconds": SUM, "data": TABLE}
+GUARDS: Fields = {"skipped_in_a_row": COUNT, "losses": LIST}
+PARTS: dict[str, Fields] = {
+    "interval": dict.fromkeys(("loss_sum", "n_targets", "n_skipped", ""), SUM),
+    "loss_scale": dict.fromkeys(("value", "good_steps", ""), SUM),
+    "guards": GUARDS,
+}
+ROLLBACK: Fields = dict.fromkeys(("number", "step", "bad_step", "first_row", "last_row"), COUNT)
 CHUNK = 2**20  # bytes that are read or written, and then summed while they are in the CPU's cache
 
 
@@ -196,53 +205,18 @@ def read_progress(checkpoint: Path) -> dict[str, Any]:
     """The counters of a checkpoint, its state.json. Raises DataError if they are damaged, or of another step than the
     directory's name."""
     path = checkpoint / STATE
-    progress = read_json(path)
-    if problem := _damage(progress):
-        raise DataError(f"{path} is damaged: {problem}. Use another checkpoint.")
+    where = f"{path} is damaged"
+    progress = checked(read_json(path), COUNTERS, where, ("step", "tokens", "world_size", "data"))
+    for part, fields in PARTS.items():
+        if part in progress:
+            numbers = checked(progress[part], fields, f"{where}: {part}", set(fields) - {"", *GUARDS})
+            checked(numbers, fields, f"{where}: {part}", numbers)  # none is null
+    if not all(type(loss) is float for loss in progress.get("guards", {}).get("losses", [])):
+        raise DataError(f"{where}: guards has losses that are no numbers. Use another checkpoint.")
+    all_checked(progress.get("rollbacks", []), ROLLBACK, f"{where}: rollbacks", ROLLBACK)
     if NAME.fullmatch(checkpoint.name) and progress["step"] != step_of(checkpoint):
         raise DataError(f"{path} is of step {progress['step']}, its directory of another. Use another checkpoint.")
     return progress
-
-
-def _damage(progress: Any) -> str | None:
-    """The problem of the counters as a phrase, or None."""
-    if not isinstance(progress, dict):
-        return "it is no object"
-    for name, smallest in (("step", 0), ("tokens", 0), ("world_size", 1)):
-        if type(value := progress.get(name)) is not int or not smallest <= value < MOST:
-            return f"{name} is {value!r}"
-    seconds = progress.get("train_seconds")  # None in earlier versions
-    sums = all(_are_numbers(progress[part], names) for part, names in _NUMBERS.items() if part in progress)
-    if not sums or not (seconds is None or _are_numbers({"seconds": seconds}, {"seconds"})):
-        return "its sums and seconds are no such numbers"
-    if not isinstance(progress.get("data"), dict):
-        return "it has no position in the data"
-    if not _are_guards(progress.get("guards", {})):
-        return "guards has no losses"
-    counted = ("number", "step", "bad_step", "first_row", "last_row")
-    rollbacks = progress.get("rollbacks", [])
-    if not isinstance(rollbacks, list) or not all(
-        isinstance(each, dict) and all(type(each.get(name)) is int for name in counted) for each in rollbacks
-    ):
-        return "rollbacks lists none"
-    return None
-
-
-def _are_numbers(stored: Any, names: Set[str]) -> bool:
-    """True for an object with these numbers, all finite."""
-    if not isinstance(stored, dict) or not names <= stored.keys():
-        return False
-    return all(type(number) in (int, float) and abs(number) < MOST for number in stored.values())
-
-
-def _are_guards(stored: Any) -> bool:
-    return (
-        isinstance(stored, dict)
-        and type(skipped := stored.get("skipped_in_a_row", 0)) is int
-        and 0 <= skipped < MOST
-        and isinstance(losses := stored.get("losses", []), list)
-        and all(type(loss) is float for loss in losses)
-    )
 
 
 def verify(checkpoint: Path, world: World) -> None:

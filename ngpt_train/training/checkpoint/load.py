@@ -1,10 +1,8 @@
 """From a checkpoint to a training state, on any number of ranks and with any layout."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
@@ -16,6 +14,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import check_kinds
+from ngpt_train.distributed.world import World
+from ngpt_train.models.decoder import Decoder
 from ngpt_train.training.checkpoint.catalogue import read_manifest, read_progress, verify
 from ngpt_train.training.checkpoint.state_tensors import (
     OPTIONS,
@@ -25,11 +25,7 @@ from ngpt_train.training.checkpoint.state_tensors import (
     set_statistics,
 )
 from ngpt_train.training.checkpoint.tensor_files import StoredTensors
-
-if TYPE_CHECKING:
-    from ngpt_train.distributed.world import World
-    from ngpt_train.models.decoder import Decoder
-    from ngpt_train.training.state import TrainState
+from ngpt_train.training.state import TrainState
 
 
 def load_state(checkpoint: Path, state: TrainState, verified: bool = False) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from ngpt_train.core.errors import DataError
+from ngpt_train.core.errors import DataError, in_one_line
 from ngpt_train.core.files import remove, sync, write_json
 from ngpt_train.training.checkpoint.catalogue import (
     FORMAT,
@@ -46,7 +46,7 @@ from ngpt_train.training.checkpoint.state_tensors import (
     moving_average,
     statistics_of_all_ranks,
 )
-from ngpt_train.training.checkpoint.tensor_files import Piece, Place, in_one_line, pieces_of, write_tensors
+from ngpt_train.training.checkpoint.tensor_files import Piece, Place, pieces_of, write_tensors
 from ngpt_train.training.guards import NumericalError
 
 if TYPE_CHECKING:

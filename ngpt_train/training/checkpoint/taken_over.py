@@ -1,7 +1,5 @@
 """The model of another run that fine-tuning goes on with: its keys of model.*, as arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

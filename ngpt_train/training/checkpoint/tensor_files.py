@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from ngpt_train.core.errors import DataError
+from ngpt_train.core.errors import DataError, in_one_line
 from ngpt_train.training.checkpoint.catalogue import CHUNK, new_checksum
 
 Place = tuple[str, tuple[int, ...]]  # a tensor's name, and where in the tensor a piece begins
@@ -102,11 +102,6 @@ def _header(pieces: Sequence[Piece]) -> memoryview:
 def _bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, in order; a copy if it is not in the host's memory."""
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def in_one_line(error: BaseException) -> str:
-    """The error's type and text in one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 class StoredTensors:

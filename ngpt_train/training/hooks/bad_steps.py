@@ -1,26 +1,21 @@
 """Ends a run whose gradients stay infinite or NaN, or takes it back to its last good checkpoint, past the rows that
 made its loss spike (guards.rollback)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import told_by_rank_0
 from ngpt_train.core.files import read_json, remove, write_json
-from ngpt_train.data.loader import merged
+from ngpt_train.data.loader import Position, merged
 from ngpt_train.training.checkpoint.catalogue import UNFINISHED, last_good, list_checkpoints, step_of
 from ngpt_train.training.checkpoint.load import load_state
 from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, NumericalError
+from ngpt_train.training.hooks.saving import SaveCheckpoints
 from ngpt_train.training.loop import Hook, TrainingRun
-
-if TYPE_CHECKING:
-    from ngpt_train.config.schema import Config
-    from ngpt_train.data.loader import Position
-    from ngpt_train.training.hooks.saving import SaveCheckpoints
-    from ngpt_train.training.run_directory import RunDirectory
-    from ngpt_train.training.state import TrainState
+from ngpt_train.training.run_directory import RunDirectory
+from ngpt_train.training.state import TrainState
 
 
 class GoBack(Exception):
@@ -125,7 +120,6 @@ def record_of(state: TrainState) -> dict[str, Any] | None:
 
 
 def describe(rollback: Mapping[str, Any]) -> str:
-    """A sentence about a rollback."""
     return (
         f"rollback {rollback['number']}: {rollback['why']}; back to step {rollback['step']}, without the rows "
         f"{rollback['first_row']} to {rollback['last_row']}"

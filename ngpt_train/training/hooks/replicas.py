@@ -5,10 +5,7 @@ Replicas are computed from the same numbers, so they are equal to the bit. If th
 failed, and the ranks train different models whose gradients are averaged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,9 +15,7 @@ from ngpt_train.distributed.layouts import replicas, shard_number
 from ngpt_train.optim.row_adam import local_rows
 from ngpt_train.training.checkpoint.state_tensors import weights_and_moments
 from ngpt_train.training.loop import Hook, TrainingRun, due
-
-if TYPE_CHECKING:
-    from ngpt_train.training.state import TrainState
+from ngpt_train.training.state import TrainState
 
 PART = 1 << 20
 _ODD = 0x1E3779B97F4A7C15

@@ -5,30 +5,26 @@ Beside training, a step waits only until the state is copied. A thread then writ
 its own. It ends with one outcome for all ranks, which is told when they next meet.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ngpt_train.config.keys import AUTO
-from ngpt_train.core.errors import DataError
+from ngpt_train.core.errors import DataError, in_one_line
 from ngpt_train.core.files import text_of
 from ngpt_train.core.recorded import ALARM
 from ngpt_train.data.loader import merged
 from ngpt_train.distributed.world import RankLostError
 from ngpt_train.training.checkpoint.save import Checkpoints, Snapshot, gb
-from ngpt_train.training.checkpoint.tensor_files import Piece, Place, in_one_line
+from ngpt_train.training.checkpoint.tensor_files import Piece, Place
 from ngpt_train.training.loop import Hook, TrainingRun, due
-
-if TYPE_CHECKING:
-    from ngpt_train.training.state import TrainState
+from ngpt_train.training.state import TrainState
 
 ALARMING = 3  # failures in a row
 MOST_AT_THE_END = 3  # attempts to save the last step

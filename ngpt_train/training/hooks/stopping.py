@@ -1,20 +1,15 @@
 """Stopping from outside, by a signal or the time limit: all ranks stop after the same step."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.distributed.world import World
 from ngpt_train.training.loop import Hook, StoppedWaitingError, TrainingRun
-
-if TYPE_CHECKING:
-    from ngpt_train.distributed.world import World
 
 # Sent by a launcher, a queue, Ctrl-C and a terminal that is closed.
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -43,7 +38,7 @@ class StopRequest:
         self._first = 0.0
         self._previous: dict[int, Any] = {}
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self) -> Self:
         for number in STOPPING:
             if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._receive)

@@ -10,8 +10,6 @@ The store is a process of one host. If that host or the network to it is gone, t
 without an answer ends by itself if its step does not end either.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -22,15 +20,12 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
-from ngpt_train.distributed.world import RankLostError
+from ngpt_train.distributed.world import RankLostError, World
 from ngpt_train.training.loop import STEP, Hook, TrainingRun
-
-if TYPE_CHECKING:
-    from ngpt_train.distributed.world import World
 
 BEATS = 10  # within parallel.hang_seconds
 # A step hangs if it takes TIMES_THE_LONGEST times the longest step of this start. The first steps compile, and do not

@@ -10,7 +10,8 @@ import pytest
 
 from ngpt_train.analysis import probe_losses, token_classes
 from ngpt_train.config import load_config
-from ngpt_train.data import Tokens, rows_of
+from ngpt_train.data.dataset import Tokens
+from ngpt_train.data.rows import rows_of
 from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer
 
 RANDOM = np.random.default_rng(0)

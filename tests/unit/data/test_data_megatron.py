@@ -11,7 +11,8 @@ import pytest
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
-from ngpt_train.data import Dataset, Tokens, open_dataset
+from ngpt_train.data import Dataset, open_dataset
+from ngpt_train.data.dataset import Tokens
 from ngpt_train.data.token_files import count_tokens
 from tests.unit.data.test_data_prepare import config as local_config
 from tests.unit.data.test_data_prepare import ids_of

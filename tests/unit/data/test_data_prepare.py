@@ -22,17 +22,11 @@ from filelock import FileLock
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
-from ngpt_train.data import (
-    Dataset,
-    Tokens,
-    cache_files,
-    load_tokenizer,
-    open_dataset,
-    prepare_dataset,
-    tokenizers,
-)
+from ngpt_train.data import Dataset, cache_files, open_dataset, prepare_dataset, tokenizers
 from ngpt_train.data.cache_files import FileHashes
+from ngpt_train.data.dataset import Tokens
 from ngpt_train.data.prepared_text import Preparation
+from ngpt_train.data.tokenizers import load_tokenizer
 from ngpt_train.verbs import prepare as verb
 from tests.unit.data.test_tokenizer import tokenizer_json
 
@@ -498,9 +492,9 @@ def an_empty_document(directory: Path) -> None:
         (lambda d: cut_file(d, "manifest.json"), r"manifest\.json: damaged"),
         (forged(lambda m: m.update(version=2)), "format version 2, this program reads 1"),
         (forged(lambda m: m["splits"]["train"].update(sha256="0")), "damaged.*fingerprint"),
-        (forged(lambda m: m.pop("dtype")), "dtype is None"),
+        (forged(lambda m: m.pop("dtype")), "dtype=null is not"),
         (forged(lambda m: m.update(dtype="O")), "dtype is 'O'"),
-        (forged(lambda m: m["tokenizer"].update(eos="1")), "eos='1'"),
+        (forged(lambda m: m["tokenizer"].update(eos="1")), 'eos="1" is not'),
         (forged(lambda m: m["tokenizer"].update(eos=-1)), "eos=-1"),
         (forged(lambda m: m["tokenizer"].update(eos=300)), "eos=300"),
         (shard_says(file="../val-00000.bin"), r"called '\.\./val-00000\.bin'"),

@@ -7,17 +7,9 @@ import numpy as np
 import pytest
 
 from ngpt_train.config import Config, load_config
-from ngpt_train.data import (
-    EpochRows,
-    Tokens,
-    TrainLoader,
-    epoch_rows,
-    many_epochs,
-    open_dataset,
-    planned_rows,
-    prepare_dataset,
-    reader_of,
-)
+from ngpt_train.data import TrainLoader, open_dataset, prepare_dataset, reader_of
+from ngpt_train.data.dataset import Tokens
+from ngpt_train.data.epochs import EpochRows, epoch_rows, many_epochs, planned_rows
 
 WORDS = ("the", "of", "and", "to", "in", "that", "it", "was", "for", "on", "with", "as", "his", "they", "at", "be")
 

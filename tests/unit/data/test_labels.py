@@ -16,13 +16,14 @@ from ngpt_train.config import load_config
 from ngpt_train.config.stored import read_yaml, to_yaml
 from ngpt_train.core.constants import IGNORED, MILLION
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.data import load_tokenizer, open_dataset
+from ngpt_train.data import open_dataset
 from ngpt_train.data.dataset import Examples
 from ngpt_train.data.epochs import planned_rows
 from ngpt_train.data.label_rows import LabelRows, joined
 from ngpt_train.data.labelled import label_of
+from ngpt_train.data.tokenizers import load_tokenizer
 from ngpt_train.distributed.world import World
-from ngpt_train.evaluation.answers import Answers
+from ngpt_train.evaluation.validation import Answers
 from ngpt_train.models import build_model, export_weights
 from ngpt_train.training.checkpoint import taken_over
 from ngpt_train.training.checkpoint.load import load_model

@@ -12,9 +12,11 @@ from ngpt_train.__main__ import main
 from ngpt_train.config import load_config
 from ngpt_train.core.constants import IGNORED
 from ngpt_train.core.errors import ConfigError
-from ngpt_train.data import Batch, Dataset, Tokens, TrainLoader, load_tokenizer, merged, reader_of
+from ngpt_train.data import Dataset, TrainLoader, merged, reader_of
+from ngpt_train.data.dataset import Tokens
 from ngpt_train.data.masks import Masks, begins_word
-from ngpt_train.data.rows import held_out_rows
+from ngpt_train.data.rows import Batch, held_out_rows
+from ngpt_train.data.tokenizers import load_tokenizer
 from ngpt_train.models import Decoder, build_model
 from tests.processes.runs import arguments, records, write_corpus
 

@@ -15,9 +15,10 @@ from ngpt_train.config import load_config
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.data import Batch, Dataset, Rows, Tokens, TrainLoader, open_dataset, rows_of
+from ngpt_train.data import Dataset, TrainLoader, open_dataset
+from ngpt_train.data.dataset import Tokens
 from ngpt_train.data.loader import PreparedReader
-from ngpt_train.data.rows import NextToken, PrefixContinuation, RowFormat
+from ngpt_train.data.rows import Batch, NextToken, PrefixContinuation, RowFormat, Rows, rows_of
 from ngpt_train.distributed.world import World
 from ngpt_train.evaluation import validation
 from ngpt_train.evaluation.validation import Validation

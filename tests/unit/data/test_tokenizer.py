@@ -21,17 +21,19 @@ import tokenizers
 
 from ngpt_train.config.schema import TokenizerConfig
 from ngpt_train.core.errors import DataError
-from ngpt_train.data import Tokenizer, load_tokenizer, read_tokenizer, write_tokenizer
 from ngpt_train.data.tokenizers import (
     BytesTokenizer,
     GPT2Tokenizer,
     HuggingFaceTokenizer,
+    load_tokenizer,
     model_files,
+    read_tokenizer,
+    write_tokenizer,
 )
 from ngpt_train.data.tokenizers import gpt2 as gpt2_module
 from ngpt_train.data.tokenizers import tokenizer as interface
 from ngpt_train.data.tokenizers.gpt2 import parse_ranks
-from ngpt_train.data.tokenizers.tokenizer import encode_document
+from ngpt_train.data.tokenizers.tokenizer import Tokenizer, encode_document
 
 CORPUS = [
     f"def step_{i}(state, batch):\n    for item in batch[{i}:]:\n\tstate.add(item)  # the {i * 37}th\n" * 3

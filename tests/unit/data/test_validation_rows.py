@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from ngpt_train.config import load_config
 from ngpt_train.config.schema import Config
-from ngpt_train.data import Tokens, chosen_rows, rows_of, same_text
+from ngpt_train.data.dataset import Tokens
 from ngpt_train.data.permutation import permuted
-from ngpt_train.data.rows import Batch
+from ngpt_train.data.rows import Batch, chosen_rows, rows_of, same_text
 
 CONTEXT, EOS = 32, 4321
 

@@ -16,8 +16,15 @@ import pytest
 from ngpt_train.config import ConfigError, load_config
 from ngpt_train.config.schema import Config, TokenizerConfig
 from ngpt_train.core.errors import DataError
-from ngpt_train.data import load_tokenizer, open_dataset, read_tokenizer, write_tokenizer
-from ngpt_train.data.tokenizers import WordsTokenizer, known_vocabulary, model_files
+from ngpt_train.data import open_dataset
+from ngpt_train.data.tokenizers import (
+    WordsTokenizer,
+    known_vocabulary,
+    load_tokenizer,
+    model_files,
+    read_tokenizer,
+    write_tokenizer,
+)
 from ngpt_train.data.tokenizers.tokenizer import encode_document
 from ngpt_train.verbs import plan
 from tests.hub_server import COMMIT, Hub, serving

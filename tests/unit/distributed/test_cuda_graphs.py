@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ngpt_train.config import load_config
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError
-from ngpt_train.data import Tokens
+from ngpt_train.data.dataset import Tokens
 from ngpt_train.data.rows import NextToken, RowFormat
 from ngpt_train.distributed import layouts
 from ngpt_train.distributed.compilation import check_cuda_graphs

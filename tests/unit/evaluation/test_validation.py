@@ -14,7 +14,7 @@ import torch
 from ngpt_train.config import load_config
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
-from ngpt_train.data import Tokens
+from ngpt_train.data.dataset import Tokens
 from ngpt_train.data.rows import NextToken, RowFormat
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.evaluation import validation

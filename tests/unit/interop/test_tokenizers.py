@@ -10,9 +10,9 @@ import pytest
 
 from ngpt_train.config.schema import TokenizerConfig
 from ngpt_train.core.errors import DataError
-from ngpt_train.data import Tokenizer
 from ngpt_train.data.tokenizers import load_tokenizer
 from ngpt_train.data.tokenizers.sentence_piece import SentencePieceTokenizer
+from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.interop.tokenizer_files import tokenizer_of, write_tokenizers
 from ngpt_train.interop.tokenizer_json import NoCounterpartError, tokenizer_json
 

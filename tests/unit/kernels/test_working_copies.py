@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ngpt_train.data import Position
+from ngpt_train.data.loader import Position
 from ngpt_train.kernels import dispatch
 from ngpt_train.models import export_weights, load_weights
 from ngpt_train.models.layers.linear import FusedLinear, cast_linears

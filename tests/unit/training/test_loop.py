@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ngpt_train.config.schema import Config
-from ngpt_train.data import Position
+from ngpt_train.data.loader import Position
 from ngpt_train.observe.train_records import TrainRecords
 from ngpt_train.training import StepResult, build_state, loop, train_step
 from ngpt_train.training.checkpoint import Checkpoints, load, load_state

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError
-from ngpt_train.data import Tokens
+from ngpt_train.data.dataset import Tokens
 from ngpt_train.data.rows import NextToken, RowFormat
 from ngpt_train.evaluation.validation import Validation
 from ngpt_train.kernels.dropout import row_seeds

@@ -1,7 +1,5 @@
 """The figures of a report. The page draws each with all its choices; PICTURES are files of some choices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """report.html: one page with verdicts, figures and tables. It needs no network."""
 
-from __future__ import annotations
-
 from html import escape
 from pathlib import Path
 

@@ -1,13 +1,9 @@
 """The report as text: report.md, and the table on the console."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from ngpt_train.core.files import write_atomically
 from ngpt_train.core.recorded import printable
 from ngpt_train.report.rounded import DASH, si
 from ngpt_train.study.compare.output import tables
@@ -31,11 +27,6 @@ from ngpt_train.study.compare.output.wording import (
     notes,
     ratio,
 )
-
-
-def write_document(report: Report, path: Path, figures: Mapping[str, str]) -> None:
-    """Writes report.md. figures: captions by the pictures' paths relative to `path`."""
-    write_atomically(path, document(report, figures).encode())
 
 
 def document(report: Report, figures: Mapping[str, str]) -> str:

@@ -1,7 +1,5 @@
 """The numbers of the figures, computed from the report."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

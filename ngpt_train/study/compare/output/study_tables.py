@@ -1,7 +1,5 @@
 """Tables of what a study alone has: its coordinate descent and its interactions."""
 
-from __future__ import annotations
-
 from ngpt_train.report.rounded import interval, number, si
 from ngpt_train.study.compare.output.tables import ARM, CODE, NUMBER, TEXT, Table
 from ngpt_train.study.compare.output.wording import Report, short

@@ -1,11 +1,9 @@
 """The tables of a report, for report.md and the page. A cell is text; the renderer escapes it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -48,7 +46,7 @@ class Table:
     note: str = ""
     empty: str = ""  # the sentence for a table without rows
 
-    def condensed(self) -> Table:
+    def condensed(self) -> Self:
         """Without repetition: what all rows have alike stands in the note, equal columns are one, and a sentence of
         several rows has a letter in its place."""
         if len(self.rows) < 2:
@@ -74,7 +72,6 @@ LONG = 30  # characters of a cell that does not stand in several rows
 
 
 def minus(report: Report) -> tuple[str, str]:
-    """The column of differences."""
     return f"Minus {report['baseline']} ({report['unit']}; negative: better)", NUMBER
 
 

@@ -1,7 +1,5 @@
 """The sentences of a report before its first number, for report.md, the page, the figures and the console."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
