@@ -1,5 +1,4 @@
-"""Loss, perplexity and bits per byte on fixed rows: of a run or a checkpoint, at one or several contexts; and what a
-model answered to labelled examples, with the metrics of GLUE's tasks."""
+"""Loss, perplexity and bits per byte on fixed rows: of a run or a checkpoint, at one or several contexts."""
 
 import hashlib
 import io
@@ -10,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ngpt_train.config.schema import Config
-from ngpt_train.core.constants import IGNORED, MILLION
+from ngpt_train.core.constants import IGNORED
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import json_lines, write_atomically
 from ngpt_train.core.recorded import ANSWERS
@@ -28,6 +27,7 @@ from ngpt_train.data.rows import Rows, chosen_rows, held_out_rows, rows_of, same
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.distributed.layouts import averaged_statistics
 from ngpt_train.distributed.world import World
+from ngpt_train.evaluation.answers import Answers
 from ngpt_train.models.decoder import Decoder, Loss
 
 # Most tokens in one forward pass. Rows that share a matrix product change each other's rounding, so this is a constant;
@@ -36,45 +36,6 @@ CHUNK_TOKENS = 8_192
 # A file of RowFiles, complete or left by a kill.
 ROW_FILE = re.compile(r"\.?step_(?P<step>\d{8,})(_context_\d+)?(_answers\.jsonl|\.npz)(?P<partial>\.partial)?")
 FORWARD = 1 / 3  # of the compute of a training step: the backward pass costs twice the forward pass
-
-
-class Answers(NamedTuple):
-    """labels (N,): classes, or millionths. answers (N,): classes, or numbers where n_classes is 1."""
-
-    labels: NDArray[np.int64]
-    answers: NDArray[np.float64]
-    n_classes: int
-
-    def lines(self) -> bytes:
-        """A JSON object a line, in the order of the rows: label and answer, classes or numbers."""
-        labels = self.labels / MILLION if self.n_classes == 1 else self.labels
-        answers = self.answers if self.n_classes == 1 else self.answers.astype(np.int64)
-        pairs = zip(labels.tolist(), answers.tolist(), strict=True)
-        return "".join(f'{{"label": {label!r}, "answer": {answer!r}}}\n' for label, answer in pairs).encode()
-
-    def metrics(self) -> dict[str, float]:
-        """accuracy, f1 (of class 1; of several classes their mean) and matthews; of numbers pearson and spearman.
-
-        From scikit-learn and scipy. A correlation with answers that are all equal is 0, as GLUE counts it.
-        """
-        if self.n_classes == 1:
-            from scipy.stats import pearsonr, spearmanr
-
-            wanted = self.labels / MILLION
-            constant = np.ptp(self.answers) == 0 or np.ptp(wanted) == 0
-            pearson, spearman = (
-                0.0 if constant else float(f(wanted, self.answers).statistic) for f in (pearsonr, spearmanr)
-            )
-            return {"pearson": pearson, "spearman": spearman}
-        from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
-
-        found = self.answers.astype(np.int64)
-        average = "binary" if self.n_classes == 2 else "macro"
-        return {
-            "accuracy": float(accuracy_score(self.labels, found)),
-            "f1": float(f1_score(self.labels, found, average=average, zero_division=0.0)),
-            "matthews": float(matthews_corrcoef(self.labels, found)),
-        }
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from ngpt_train.kernels.adam import unsupported
 from ngpt_train.models.decoder import Decoder, ParameterGroup
 from ngpt_train.models.layers.linear import cast_linears
 from ngpt_train.optim.gated_adam import GatedAdam
+from ngpt_train.optim.lr_rules import factor_of_rule
 from ngpt_train.optim.matrix_optimizer import MatrixOptimizer, block_matrices
 from ngpt_train.optim.row_adam import RowAdam, local_rows
-from ngpt_train.optim.schedule import factor_of_rule
 
 # Of optim.storage=bf16: the matrices that stay fp32, and the moments that do not.
 TABLES = ("embedding", "source_embedding", "output", "positions")
