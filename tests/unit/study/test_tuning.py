@@ -268,6 +268,15 @@ def covered(price: float, sigma: float, shared: float, draws: int) -> tuple[floa
     return n_covered / n_known, n_runs / draws / len(budgets)
 
 
+def test_a_rate_that_breaks_does_not_bend_the_parabola() -> None:
+    """Losses of long_budget's GPT at 20 tokens a parameter: 0.0452 is not worse by more than the noise, 0.0904 breaks.
+    Caught: a vertex at 0.0145 and a price of the grid of 0.03, from the parabola through all five."""
+    losses = {0.00565: 2.124, 0.0113: 2.0762, 0.0226: 2.0677, 0.0452: 2.0914, 0.0904: 2.6034}
+    found = analyse(Line({lr: {0: loss} for lr, loss in losses.items()}, best=0.0226), sigma=0.024)
+    assert found.optimum == pytest.approx(0.0191, abs=1e-4)
+    assert found.price_of_grid == pytest.approx(0.0009, abs=1e-4)
+
+
 def test_a_planted_optimum_is_in_its_interval() -> None:
     """Caught: an interval that is too narrow; a search that asks for more runs than it needs."""
     rate, runs = covered(price=0.02, sigma=0.004, shared=0.3, draws=25)
