@@ -20,7 +20,7 @@ from ngpt_train.data.cache_files import FileHashes, build_directory, cache_direc
 from ngpt_train.data.chunks import Tokenizing, chunks_in_order, n_processes
 from ngpt_train.data.dataset import Dataset
 from ngpt_train.data.rows import check_length, with_rows
-from ngpt_train.data.shard_writer import JOURNAL, Journal, ShardWriter
+from ngpt_train.data.shard_writer import JOURNAL, Journal, ShardWriter, dtype_for
 from ngpt_train.data.sources import open_source
 from ngpt_train.data.sources.local_files import shards_of, units_of
 from ngpt_train.data.sources.source import Counts, Shard, Source, draw_sample, training_part
@@ -170,7 +170,7 @@ class Preparation:
         if tokenizer is None:
             tokenizer = self._tokenizer = self._train()
         entry = write_tokenizer(tokenizer, directory)
-        dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+        dtype = dtype_for(tokenizer.vocab_size)
         header = {"settings": settings, "dtype": dtype, "shard_tokens": data.shard_tokens, "tokenizer": entry}
         return header, tokenizer
 

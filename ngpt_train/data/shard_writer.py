@@ -30,6 +30,11 @@ logger = logging.getLogger(__name__)
 JOURNAL = "journal.jsonl"
 
 
+def dtype_for(vocab_size: int) -> str:
+    """The little-endian type of the stored ids."""
+    return "<u2" if vocab_size <= 1 << 16 else "<u4"
+
+
 class ShardWriter:
     """Writes chunks into the shards of both splits, and finished shards into the journal.
 

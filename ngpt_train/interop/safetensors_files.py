@@ -25,7 +25,7 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor], most_bytes: fl
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    split = split_torch_state_dict_into_shards(dict(tensors), max_shard_size=int(most_bytes))
+    split = split_torch_state_dict_into_shards(dict(tensors), max_shard_size=int(min(most_bytes, 2**63)))
     for file, names in split.filename_to_tensors.items():
         try:
             save_file({name: tensors[name] for name in names}, directory / file, metadata={"format": "pt"})

@@ -65,23 +65,21 @@ def by_hand_or_on_triton(on_triton: bool, uv: Tensor, s_u: Tensor | None = None,
 
 
 class _Gate(torch.autograd.Function):
-    """u * SiLU(v) with autograd's arithmetic, but du and dv are written side by side, not copied there."""
+    """The formula, and gradients with autograd's arithmetic: du and dv are written side by side, not copied there."""
 
     @staticmethod
     def forward(ctx: Any, uv: Tensor) -> Tensor:
-        u, v = uv.chunk(2, dim=-1)
-        silu = F.silu(v)
-        ctx.save_for_backward(uv, silu)
-        return u * silu
+        ctx.save_for_backward(uv)
+        return swiglu.formula(uv)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Tensor:
-        uv, silu = ctx.saved_tensors
+        (uv,) = ctx.saved_tensors
         u, v = uv.chunk(2, dim=-1)
         d_uv = torch.empty_like(uv)
         du, dv = d_uv.chunk(2, dim=-1)
-        torch.mul(dy, silu, out=du)
+        torch.mul(dy, F.silu(v), out=du)
         torch.mul(dy, u, out=dv)
         torch.ops.aten.silu_backward.grad_input(dv, v, grad_input=dv)
         return d_uv
