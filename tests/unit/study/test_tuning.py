@@ -219,7 +219,8 @@ def check_landscape(number: int) -> None:
     assert results == shuffled, "the points of a study depend on the order of their ends"
     for budget in of.budgets:
         values = {point.values for point in results if point.budget == budget}
-        assert 1 <= len(values) <= of.max_points * len(of.tune)
+        # The decay's other value is tried at the best rate, which may be one more rate beside it.
+        assert 1 <= len(values) <= (of.max_points + 1) * len(of.tune)
         found = tunings(trials(results))[budget, LR]
         if best := best_values(trials(results)[budget]):
             assert len(trials(results)[budget][best]) == len(of.seeds), "the best values lack a seed"
