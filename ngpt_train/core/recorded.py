@@ -85,28 +85,29 @@ START: Fields = {
     **dict.fromkeys(("data_fingerprint", "tokenizer_fingerprint"), TEXT),
     **{"versions": TABLE, "changed": LIST},
 }
+FIX = "Restore it, or leave it out."
 END: Fields = {"code": COUNT, "reason": TEXT, "step": COUNT}
 
 
-def checked(found: Any, fields: Fields, where: str, needed: Collection[str] = ()) -> Record:
+def checked(found: Any, fields: Fields, where: str, needed: Collection[str] = (), fix: str = FIX) -> Record:
     """`found`, an object whose fields are of their kinds, or null where that is not known and not `needed`. Raises
     DataError, which begins with `where`."""
     if type(found) is not dict:
-        raise DataError(f"{where}: it is no object of named values. Restore it, or leave it out.")
+        raise DataError(f"{where}: it is no object of named values. {fix}")
     for name in dict.fromkeys([*needed, *found]):
         value, kind = found.get(name), fields.get(name, fields.get(""))
         if kind is not None and not kind.holds(value) and (value is not None or name in needed):
             shown = json.dumps(value, default=str)
             shown = f"{shown[:80]}..." if len(shown) > 80 else shown
-            raise DataError(f"{where}: {name}={shown} is not {kind.says}. Restore it, or leave it out.")
+            raise DataError(f"{where}: {name}={shown} is not {kind.says}. {fix}")
     return found
 
 
-def all_checked(found: Any, fields: Fields, where: str, needed: Collection[str] = ()) -> list[Record]:
+def all_checked(found: Any, fields: Fields, where: str, needed: Collection[str] = (), fix: str = FIX) -> list[Record]:
     """`found`, a list of objects as `checked` has them. Raises DataError."""
     if type(found) is not list:
-        raise DataError(f"{where}: it is no list. Restore it, or leave it out.")
-    return [checked(each, fields, f"{where}[{number}]", needed) for number, each in enumerate(found)]
+        raise DataError(f"{where}: it is no list. {fix}")
+    return [checked(each, fields, f"{where}[{number}]", needed, fix) for number, each in enumerate(found)]
 
 
 def read_records(path: Path, kinds: Collection[str]) -> tuple[dict[str, list[Record]], int]:

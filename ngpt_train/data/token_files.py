@@ -296,16 +296,16 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 def _check_manifest(manifest: Any, path: Path) -> None:
     """Raises DataError for a fault. Checks all entries that open files."""
-    where = f"{path}: damaged"
-    checked(manifest, MANIFEST_FIELDS, where, MANIFEST_FIELDS)
-    tokenizer = checked(manifest["tokenizer"], TOKENIZER_FIELDS, f"{where}: tokenizer", TOKENIZER_FIELDS)
+    where, fix = f"{path}: damaged", f"{AGAIN.capitalize()}."
+    checked(manifest, MANIFEST_FIELDS, where, MANIFEST_FIELDS, fix)
+    tokenizer = checked(manifest["tokenizer"], TOKENIZER_FIELDS, f"{where}: tokenizer", TOKENIZER_FIELDS, fix)
     if tokenizer["eos"] >= tokenizer["vocab_size"]:
         raise damaged_manifest(path, f"its tokenizer has eos={tokenizer['eos']} of {tokenizer['vocab_size']} ids")
     if manifest["dtype"] not in DTYPES:
         raise damaged_manifest(path, f"its dtype is {manifest['dtype'][:100]!r}")
     for split in STEMS:
-        of_split = checked(manifest["splits"].get(split), SPLIT_FIELDS, f"{where}: {split} split", SPLIT_FIELDS)
-        shards = all_checked(of_split["shards"], SHARD_FIELDS, f"{where}: shards of {split}", SHARD_FIELDS)
+        of_split = checked(manifest["splits"].get(split), SPLIT_FIELDS, f"{where}: {split} split", SPLIT_FIELDS, fix)
+        shards = all_checked(of_split["shards"], SHARD_FIELDS, f"{where}: shards of {split}", SHARD_FIELDS, fix)
         problems = [_problem_of_shard(shard) for shard in shards] or ["there are no shards"]
         for name in ("tokens", "documents"):
             if of_split[name] != sum(shard[name] for shard in shards):

@@ -196,7 +196,8 @@ def vertex_of(line: Line, left: Any, right: Any, noise: float) -> tuple[float, f
     """Optimum, both ends of its interval, and c; None without a parabola.
 
     Weighted least squares of a + b x + c x², x = ln(value / best), through the values from `left` to `right`, or
-    through the best and its neighbours alone where the parabola misses a mean loss by more than its noise. The interval
+    through the best and its neighbours alone where the first parabola misses a mean loss by more than the noise of that
+    mean, or has no lowest point between them. The interval
     is every x whose slope b + 2 c x does not differ from 0 (Fieller's theorem). noise: half the width of the interval
     of one loss.
     """
@@ -204,6 +205,7 @@ def vertex_of(line: Line, left: Any, right: Any, noise: float) -> tuple[float, f
     inside = [value for value in line.values if left <= value <= right]
     nearest = [max(v for v in inside if v < best), best, min(v for v in inside if v > best)]
     ends = math.log(left / best), math.log(right / best)
+    found = None
     for window in (inside, nearest):  # an odd one among many values may bend the parabola; three cannot be bent
         means = np.array([line.mean(value) for value in window])
         if not np.isfinite(means).all():
@@ -216,9 +218,6 @@ def vertex_of(line: Line, left: Any, right: Any, noise: float) -> tuple[float, f
         _, b, c = fitted
         if c <= 0 or not ends[0] < -b / (2 * c) < ends[1]:
             continue
-        off = np.sqrt(weights) * np.abs(design @ fitted - means)
-        if len(window) > len(fitted) and 0 < noise < off.max():
-            continue
         # (b + 2 c x)² <= noise² var(b + 2 c x): a quadratic p x² + 2 q x + r <= 0.
         cov = (CHOSEN * noise) ** 2 * inverse
         p, q, r = 4 * (c**2 - cov[2, 2]), 2 * (b * c - cov[1, 2]), b**2 - cov[1, 1]
@@ -227,8 +226,11 @@ def vertex_of(line: Line, left: Any, right: Any, noise: float) -> tuple[float, f
             half = math.sqrt(max(q**2 - p * r, 0.0))
             low, high = max(low, (-q - half) / p), min(high, (-q + half) / p)
         optimum, low, high = (float(best * math.exp(at)) for at in (-b / (2 * c), low, high))
-        return optimum, min(low, optimum), max(high, optimum), float(c)
-    return None
+        found = optimum, min(low, optimum), max(high, optimum), float(c)
+        misses = np.sqrt(weights) * np.abs(design @ fitted - means)
+        if len(window) == len(fitted) or not 0 < noise < misses.max():
+            return found
+    return found  # a parabola that misses a loss, where the nearest values have none
 
 
 def is_number(value: Any) -> bool:

@@ -205,15 +205,15 @@ def read_progress(checkpoint: Path) -> dict[str, Any]:
     """The counters of a checkpoint, its state.json. Raises DataError if they are damaged, or of another step than the
     directory's name."""
     path = checkpoint / STATE
-    where = f"{path} is damaged"
-    progress = checked(read_json(path), COUNTERS, where, ("step", "tokens", "world_size", "data"))
+    where, fix = f"{path} is damaged", "Use another checkpoint."
+    progress = checked(read_json(path), COUNTERS, where, ("step", "tokens", "world_size", "data"), fix)
     for part, fields in PARTS.items():
         if part in progress:
-            numbers = checked(progress[part], fields, f"{where}: {part}", set(fields) - {"", *GUARDS})
-            checked(numbers, fields, f"{where}: {part}", numbers)  # none is null
+            numbers = checked(progress[part], fields, f"{where}: {part}", set(fields) - {"", *GUARDS}, fix)
+            checked(numbers, fields, f"{where}: {part}", numbers, fix)  # none is null
     if not all(type(loss) is float for loss in progress.get("guards", {}).get("losses", [])):
-        raise DataError(f"{where}: guards has losses that are no numbers. Use another checkpoint.")
-    all_checked(progress.get("rollbacks", []), ROLLBACK, f"{where}: rollbacks", ROLLBACK)
+        raise DataError(f"{where}: guards has losses that are no numbers. {fix}")
+    all_checked(progress.get("rollbacks", []), ROLLBACK, f"{where}: rollbacks", ROLLBACK, fix)
     if NAME.fullmatch(checkpoint.name) and progress["step"] != step_of(checkpoint):
         raise DataError(f"{path} is of step {progress['step']}, its directory of another. Use another checkpoint.")
     return progress

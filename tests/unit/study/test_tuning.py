@@ -294,3 +294,10 @@ def test_planted_optima_are_in_their_intervals(price: float, sigma: float, share
     print(f"price {price} sigma {sigma} shared {shared}: covered {rate:.3f}, {runs:.2f} runs of an arm and budget")
     assert rate >= 0.93
     assert runs < 8
+
+
+def test_a_parabola_that_misses_is_kept_where_the_nearest_rates_have_none() -> None:
+    """Caught: a price of the grid of 0 for the best rate of a study whose neighbours were lucky with one seed."""
+    one = {0.25: 2.1296, 0.5: 2.0509, 0.707: 2.0229, 1.414: 1.9882, 2.0: 1.9813, 4.0: 2.6197}
+    runs = {lr: {0: loss} for lr, loss in one.items()} | {1.0: {0: 2.0064, 1: 2.0167, 2: 2.0129}}
+    assert analyse(Line(runs, best=1.0), sigma=0.02).price_of_grid
