@@ -55,34 +55,11 @@ def check(uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) -> N
 @swiglu.twin
 def by_hand_or_on_triton(on_triton: bool, uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) -> Tensor:
     check(uv, s_u, s_v)
-    if on_triton:
-        return _SwiGLU.apply(uv, s_u, s_v, on_triton)
-    if torch.compiler.is_compiling():  # it fuses the formula, and computes the factors again in the backward pass
+    # In half precision autograd would keep every factor in fp32. torch.compile computes the factors again instead.
+    by_hand = uv.dtype in (torch.bfloat16, torch.float16) and not torch.compiler.is_compiling()
+    if not on_triton and not by_hand:
         return cast(Tensor, swiglu.formula(uv, s_u, s_v))
-    if uv.dtype in (torch.bfloat16, torch.float16):  # autograd would keep every factor in fp32
-        return _SwiGLU.apply(uv, s_u, s_v, on_triton)
-    return _Gate.apply(uv) if s_u is None else cast(Tensor, swiglu.formula(uv, s_u, s_v))
-
-
-class _Gate(torch.autograd.Function):
-    """The formula, and gradients with autograd's arithmetic: du and dv are written side by side, not copied there."""
-
-    @staticmethod
-    def forward(ctx: Any, uv: Tensor) -> Tensor:
-        ctx.save_for_backward(uv)
-        return swiglu.formula(uv)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        (uv,) = ctx.saved_tensors
-        u, v = uv.chunk(2, dim=-1)
-        d_uv = torch.empty_like(uv)
-        du, dv = d_uv.chunk(2, dim=-1)
-        torch.mul(dy, F.silu(v), out=du)
-        torch.mul(dy, u, out=dv)
-        torch.ops.aten.silu_backward.grad_input(dv, v, grad_input=dv)
-        return d_uv
+    return _SwiGLU.apply(uv, s_u, s_v, on_triton)
 
 
 class _SwiGLU(torch.autograd.Function):
