@@ -73,9 +73,16 @@ def report_of(optima: Optima, axes: Sequence[Axis], within: float, commands: Ite
         ],
         "optima": [
             {
-                **{name: getattr(one, name) for name in ("architecture", "width", "depth", "tokens")},
-                **{name: getattr(one.tuning, name) for name in ("state", "best", "low", "high", "price_of_two")},
+                "architecture": one.architecture,
+                "width": one.width,
+                "depth": one.depth,
+                "tokens": one.tokens,
+                "state": one.tuning.state,
+                "best": one.tuning.best,
                 "lr": one.tuning.optimum,
+                "low": one.tuning.low,
+                "high": one.tuning.high,
+                "price_of_two": one.tuning.price_of_two,
                 "seeds": one.n_seeds,
             }
             for one in optima.found

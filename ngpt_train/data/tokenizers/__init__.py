@@ -99,8 +99,14 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> dict[str, Any]:
     file = MODEL_FILES[tokenizer.kind]
     if file is not None:
         (directory / file).write_bytes(tokenizer.model)
-    described = {name: getattr(tokenizer, name) for name in ("kind", "name", "vocab_size", "eos", "fingerprint")}
-    return described | {"file": file}
+    return {
+        "kind": tokenizer.kind,
+        "name": tokenizer.name,
+        "vocab_size": tokenizer.vocab_size,
+        "eos": tokenizer.eos,
+        "file": file,
+        "fingerprint": tokenizer.fingerprint,
+    }
 
 
 def read_tokenizer(directory: Path, entry: dict[str, Any]) -> Tokenizer:

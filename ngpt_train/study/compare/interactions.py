@@ -47,8 +47,12 @@ def interactions(
                     "name": name,
                     "arms": list(names),
                     "budget": budget,
-                    **{name: getattr(found, name) for name in ("estimate", "low", "high", "n_seeds", "n_rows")},
+                    "estimate": found.estimate,
+                    "low": found.low,
+                    "high": found.high,
                     "confidence": confidence,
+                    "n_seeds": found.n_seeds,
+                    "n_rows": found.n_rows,
                     "resolved": found.is_resolved and not untuned,
                     "untuned": untuned,
                 }
