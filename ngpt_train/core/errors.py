@@ -19,9 +19,9 @@ class DataError(ValueError):
 
 
 def in_one_line(error: BaseException) -> str:
-    """The error's type and the first line of its text, cut to 300 characters."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0].strip()}"[:300]
+    """The error's type and the first line of its text; of a long line 500 characters."""
+    line = (str(error).strip().splitlines() or ["no text"])[0].strip()
+    return f"{type(error).__name__}: {line if len(line) <= 500 else f'{line[:500]}...'}"
 
 
 def told_by_rank_0(error: Exception) -> Exception:

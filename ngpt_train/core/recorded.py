@@ -85,8 +85,8 @@ START: Fields = {
     **dict.fromkeys(("data_fingerprint", "tokenizer_fingerprint"), TEXT),
     **{"versions": TABLE, "changed": LIST},
 }
-FIX = "Restore it, or leave it out."
 END: Fields = {"code": COUNT, "reason": TEXT, "step": COUNT}
+FIX = "Restore it, or leave it out."
 
 
 def checked(found: Any, fields: Fields, where: str, needed: Collection[str] = (), fix: str = FIX) -> Record:

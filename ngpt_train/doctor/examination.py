@@ -145,6 +145,7 @@ def examine(config: Config, place: Place, store: dist.Store) -> Examination | No
 
 
 def is_asked(name: str, place: Place) -> bool:
+    """True if the rank runs this look."""
     return {RANK: True, HOST: place.speaks_for_host, MAIN: place.rank == 0}[LOOKS[name][0]]
 
 

@@ -160,8 +160,7 @@ def in_the_dtype_of_qkv(
     """
     qkv = QKV.of(joined, options.n_heads, options.n_kv_heads)
     wide = QKV(at_least_fp32(qkv.q), at_least_fp32(qkv.k), qkv.v)
-    # Norm(x) in the place of x, with one division a head.
-    functions = (lambda x: x.mul_(reciprocal_length(x)), rotate_by_hand) if by_hand else ()
+    functions = (normalize_by_hand, rotate_by_hand) if by_hand else ()
     rope = Rope(cos, sin, options.interleaved)
     q, k, v = rotary.formula(wide, rope, options.normalized, scale, *functions)
     return q.to(joined.dtype), k.to(joined.dtype), v
@@ -247,3 +246,8 @@ def rotate_by_hand(x: Tensor, rope: Rope, back: bool = False, out: Tensor | None
     y_first.addcmul_(second, sin, value=1 if back else -1)
     y_second.addcmul_(first, sin, value=-1 if back else 1)
     return y
+
+
+def normalize_by_hand(x: Tensor) -> Tensor:
+    """Norm(x) in the place of x, with one division a head."""
+    return x.mul_(reciprocal_length(x))

@@ -195,11 +195,10 @@ class Line:
 def vertex_of(line: Line, left: Any, right: Any, noise: float) -> tuple[float, float, float, float] | None:
     """Optimum, both ends of its interval, and c; None without a parabola.
 
-    Weighted least squares of a + b x + c x², x = ln(value / best), through the values from `left` to `right`, or
-    through the best and its neighbours alone where the first parabola misses a mean loss by more than the noise of that
-    mean, or has no lowest point between them. The interval
-    is every x whose slope b + 2 c x does not differ from 0 (Fieller's theorem). noise: half the width of the interval
-    of one loss.
+    Weighted least squares of a + b x + c x², x = ln(value / best), through the values from `left` to `right`. Where
+    this parabola misses a mean loss by more than that mean's noise, or has no lowest point between `left` and `right`,
+    another goes through the best and its neighbours alone. The interval is every x whose slope b + 2 c x does not
+    differ from 0 (Fieller's theorem). noise: half the width of the interval of one loss.
     """
     best = line.best
     inside = [value for value in line.values if left <= value <= right]

@@ -33,7 +33,7 @@ MOST = 2**63  # torch's counters end below it
 SHA256, XXH3 = "sha256", "xxh3"
 DIGITS = {XXH3: 32, SHA256: 64}  # length of a checksum; both detect a damaged file, neither a forged one
 # state.json; a part of it that an earlier version left out may be missing.
-SUM = NUMBER._replace(least=1 - MOST, most=MOST - 1)
+SUM = NUMBER._replace(least=1 - MOST, most=MOST - 1, says="a number below 2^63")
 COUNTERS: Fields = {"step": COUNT, "tokens": COUNT, "world_size": POSITIVE, "train_seconds": SUM, "data": TABLE}
 GUARDS: Fields = {"skipped_in_a_row": COUNT, "losses": LIST}
 PARTS: dict[str, Fields] = {

@@ -72,6 +72,7 @@ LONG = 30  # characters of a cell that does not stand in several rows
 
 
 def minus(report: Report) -> tuple[str, str]:
+    """Head and kind of the column of differences from the baseline."""
     return f"Minus {report['baseline']} ({report['unit']}; negative: better)", NUMBER
 
 
