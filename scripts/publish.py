@@ -16,8 +16,8 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ngpt_train.study.compare.output.document import document
 from ngpt_train.study.compare.output.charts import PICTURES
+from ngpt_train.study.compare.output.document import document
 
 PUBLISHED = Path(__file__).parents[1] / "docs" / "studies"
 RECORDS = ("config.yaml", "exit.json", "metrics.jsonl", "run.json")  # of a run; then its last losses by row

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -218,6 +218,11 @@ def replicate(model: Decoder, world: World, tokens: Tensor) -> nn.Module:
     model.zero_grad(set_to_none=True)
     model.train(was_training)
     return ddp
+
+
+def mesh_of_replicas(forward: nn.Module, world: World) -> DeviceMesh | None:
+    """The ranks that all have the whole model, under DDP; else None."""
+    return init_device_mesh(world.device.type, (world.size,)) if isinstance(forward, DistributedDataParallel) else None
 
 
 def replicas(tensor: Tensor) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ngpt_train.models.layers.linear import OutputLinear
@@ -21,10 +22,16 @@ from ngpt_train.optim.matrix_steps import (
     orthogonalised,
 )
 from ngpt_train.optim.row_adam import first_row, local_rows
+from ngpt_train.optim.shared_work import SharedOut
 
 if TYPE_CHECKING:
     from ngpt_train.config.sections.optim import OptimConfig
     from ngpt_train.models.decoder import Decoder
+
+
+# Values of the matrices that are orthogonalised at once, by kind of device; otherwise one matrix for each rank, which
+# stays in a CPU's cache. On a GPU a launch costs more than memory: four copies of the values in fp32, 1 GB.
+AT_ONCE = {"cuda": 2**26}
 
 
 @dataclass(frozen=True)
@@ -53,18 +60,23 @@ def block_matrices(model: Decoder) -> dict[Tensor, Stored]:
 class MatrixOptimizer(torch.optim.Adam):
     """The steps of matrix_steps.py for `matrices`, AdamW's for all other parameters of the groups.
 
-    A stored matrix is taken apart: W_q, W_k and W_v have a step each. dtype: of Newton-Schulz.
+    A stored matrix is taken apart: W_q, W_k and W_v have a step each. dtype: of Newton-Schulz, which is of the stored
+    matrices of one shape at once, those of all layers. Several ranks share them out: FSDP2's, and those of `mesh`,
+    which have all weights whole, as under DDP. Hyperball adds up lengths over FSDP2's shards in one all-reduce.
 
     State has Adam's keys, and for Muon `step`, `momentum_buffer` and NorMuon's `mean_square`, whole on every rank:
     `(rows, 1)`, or `(1, d_model)` of a transposed matrix.
 
-    Under FSDP2 each rank gathers what Newton-Schulz is of, one stored matrix at a time, and takes its own rows of the
-    result; Hyperball adds up lengths over the shards in one all-reduce. Under DDP every rank computes all of it.
     `grad_scale` and `found_inf` are as in torch's fused optimizers: if found_inf is 1, no bit changes.
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], matrices: Mapping[Tensor, Stored], config: OptimConfig, dtype: torch.dtype
+        self,
+        groups: list[dict[str, Any]],
+        matrices: Mapping[Tensor, Stored],
+        config: OptimConfig,
+        dtype: torch.dtype,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         beta1, beta2 = config.betas
         super().__init__(groups, lr=0.0, betas=(beta1, beta2), eps=config.eps, fused=True, decoupled_weight_decay=True)
@@ -73,7 +85,7 @@ class MatrixOptimizer(torch.optim.Adam):
         # Null where they have no part in the step.
         self.momentum, self.nesterov = config.momentum or 0.0, config.nesterov
         self.adjust_lr = config.adjust_lr or "original"
-        self.matrices, self.dtype = dict(matrices), dtype
+        self.matrices, self.dtype, self.mesh = dict(matrices), dtype, mesh
 
     def _init_group(self, group: dict[str, Any], *found: list[Tensor]) -> bool:
         """Leaves the matrices out of torch's step."""
@@ -85,49 +97,76 @@ class MatrixOptimizer(torch.optim.Adam):
         """Moves all parameters that have a gradient, and their moments. Takes no closure."""
         assert closure is None
         found = [(group, x) for group in self.param_groups for x in group["params"] if x in self.matrices]
-        moving = [(group, weight) for group, weight in found if weight.grad is not None]
-        if self.keeps_norm:
-            directions = [self._direction(weight, group) for group, weight in moving]
-            weights = [weight for _, weight in moving]
-            products = over_shards(torch.cat(list(map(self._products, weights, directions))), weights)
-            n_each = [len(self.matrices[weight].rows) for weight in weights]
-            for (group, weight), u, of_weight in zip(moving, directions, products.split(n_each), strict=True):
-                self._move(weight, u, ball_factors(of_weight, group["lr"]).to(weight.dtype).unbind())
+        moving = {weight: group for group, weight in found if weight.grad is not None}
+        for weight in moving:
+            steps = self._state_of(weight)["step"]
+            self._keep(steps, steps + 1)
+        if self.direction == "adam":
+            directions = {weight: self._adam(weight, group) for weight, group in moving.items()}
         else:
-            for group, weight in moving:
-                lr, sizes = group["lr"], self.matrices[weight].sizes(weight.shape[1])
-                keep = 1 - lr * group["weight_decay"]
-                factors = [(keep, lr * adjustment(self.adjust_lr, *size)) for size in sizes]
-                self._move(weight, self._direction(weight, group), factors)
+            directions = {}
+            for weights in self._of_one_shape(moving):
+                directions |= dict(zip(weights, self._muon(weights), strict=True))
+        if self.keeps_norm:
+            products = torch.cat([self._products(*each) for each in directions.items()])
+            products = over_shards(products, next(iter(moving)))
+            n_each = [len(self.matrices[weight].rows) for weight in directions]
+            for (weight, u), of_weight in zip(directions.items(), products.split(n_each), strict=True):
+                self._move(weight, u, ball_factors(of_weight, moving[weight]["lr"]).to(weight.dtype).unbind())
+        else:
+            for weight, u in directions.items():
+                lr, sizes = moving[weight]["lr"], self.matrices[weight].sizes(weight.shape[1])
+                keep = 1 - lr * moving[weight]["weight_decay"]
+                self._move(weight, u, [(keep, lr * adjustment(self.adjust_lr, *size)) for size in sizes])
         super().step()
 
-    def _direction(self, weight: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """u for this rank's rows of a stored matrix. Moves its state."""
-        state, stored = self._state_of(weight), self.matrices[weight]
+    def _of_one_shape(self, weights: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+        """The stored matrices of each shape, as many as are to be orthogonalised at once."""
+        alike: dict[Any, list[Tensor]] = {}
+        for weight in weights:
+            alike.setdefault((self.matrices[weight], weight.shape, weight.dtype), []).append(weight)
+        for (_, shape, _), same in alike.items():
+            mesh = same[0].device_mesh if isinstance(same[0], DTensor) else self.mesh
+            n_ranks = 1 if mesh is None else mesh.size()
+            n = max(n_ranks, AT_ONCE.get(same[0].device.type, 0) // shape.numel())
+            yield from (same[i : i + n] for i in range(0, len(same), n))
+
+    def _gradient(self, weight: Tensor) -> Tensor:
+        """This rank's rows, clipped."""
         assert weight.grad is not None
         g, grad_scale = local_rows(weight.grad).to(weight.dtype), getattr(self, "grad_scale", None)
-        if grad_scale is not None:
-            g = g / grad_scale
-        self._keep(state["step"], state["step"] + 1)
-        if self.direction == "adam":
-            beta1, beta2 = group["betas"]
-            m = torch.lerp(local_rows(state["exp_avg"]), g, 1 - beta1)
-            v = torch.lerp(local_rows(state["exp_avg_sq"]), g.square(), 1 - beta2)
-            self._keep(state["exp_avg"], m)
-            self._keep(state["exp_avg_sq"], v)
-            return adam_direction(m, v, state["step"], beta1, beta2, group["eps"])
-        buffer = torch.lerp(local_rows(state["momentum_buffer"]), g, 1 - self.momentum)
-        self._keep(state["momentum_buffer"], buffer)
-        u = gathered(torch.lerp(g, buffer, self.momentum) if self.nesterov else buffer, weight)
-        parts = [orthogonalised(part).to(weight.dtype) for part in u.to(self.dtype).split(stored.rows)]
+        return g if grad_scale is None else g / grad_scale
+
+    def _adam(self, weight: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """u for this rank's rows of a stored matrix. Moves its state."""
+        state, (beta1, beta2), g = self._state_of(weight), group["betas"], self._gradient(weight)
+        m = torch.lerp(local_rows(state["exp_avg"]), g, 1 - beta1)
+        v = torch.lerp(local_rows(state["exp_avg_sq"]), g.square(), 1 - beta2)
+        self._keep(state["exp_avg"], m)
+        self._keep(state["exp_avg_sq"], v)
+        return adam_direction(m, v, state["step"], beta1, beta2, group["eps"])
+
+    def _muon(self, weights: Sequence[Tensor]) -> Iterable[Tensor]:
+        """u for this rank's rows of stored matrices of one shape. Moves their state."""
+        stored, states = self.matrices[weights[0]], [self._state_of(weight) for weight in weights]
+        g = torch.stack([self._gradient(weight) for weight in weights])  # (k, its rows, d_model)
+        buffers = [local_rows(state["momentum_buffer"]) for state in states]
+        buffer = torch.lerp(torch.stack(buffers), g, 1 - self.momentum)
+        for old, new in zip(buffers, buffer, strict=True):
+            self._keep(old, new)
+        u = torch.lerp(g, buffer, self.momentum) if self.nesterov else buffer
+        shared = SharedOut(len(weights), weights[0], self.mesh)
+        whole = shared.to_owners(u.to(self.dtype))  # (some of k, rows, d_model)
+        parts = [orthogonalised(part) for part in whole.split(stored.rows, dim=1)]
         if self.direction == "normuon":
-            inputs = 0 if stored.transposed else 1
-            old = state["mean_square"].split([1] if stored.transposed else stored.rows)
-            even = [one_length_per_neuron(part, each, inputs) for part, each in zip(parts, old, strict=True)]
+            inputs = 1 if stored.transposed else 2
+            old = shared.own(torch.stack([state["mean_square"] for state in states]))
+            olds = old.split([1] if stored.transposed else stored.rows, dim=1)
+            even = [one_length_per_neuron(part.to(u.dtype), x, inputs) for part, x in zip(parts, olds, strict=True)]
             parts = [part for part, _ in even]
-            self._keep(state["mean_square"], torch.cat([new for _, new in even]))
-        first = first_row(weight)
-        return torch.cat(parts)[first : first + len(local_rows(weight))]
+            for state, new in zip(states, shared.of_all(torch.cat([new for _, new in even], dim=1)), strict=True):
+                self._keep(state["mean_square"], new)
+        return shared.to_rows(torch.cat(parts, dim=1)).to(u.dtype).unbind()
 
     def _state_of(self, weight: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[weight]
@@ -166,17 +205,8 @@ class MatrixOptimizer(torch.optim.Adam):
         old.copy_(new if found_inf is None else torch.where(found_inf != 0, old, new))
 
 
-def gathered(rows: Tensor, like: Tensor) -> Tensor:
-    """The whole matrix of which each rank has `rows`, sharded as `like` is; collective if it is."""
-    if not isinstance(like, DTensor):
-        return rows
-    mesh, placements = like.device_mesh, like.placements
-    return DTensor.from_local(rows, mesh, placements, shape=like.shape, stride=like.stride()).full_tensor()
-
-
-def over_shards(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """The sum of x over the ranks that share the rows of the weights; collective if they are sharded."""
-    weight = weights[0]
+def over_shards(x: Tensor, weight: Tensor) -> Tensor:
+    """The sum of x over the ranks that share the weight's rows; collective if it is sharded."""
     if not isinstance(weight, DTensor):
         return x
     mesh = weight.device_mesh

@@ -34,23 +34,24 @@ BETA_NEURONS = 0.95  # of NorMuon's running mean squares
 
 
 def orthogonalised(x: Tensor) -> Tensor:
-    """NS(x), about U V^T of x = U S V^T: `(m, n)` -> the same shape and dtype. NS(x^T) = NS(x)^T.
+    """NS(x), about U V^T of x = U S V^T, for k matrices: `(k, m, n)` -> the same shape and dtype. NS(x^T) = NS(x)^T.
 
     X <- x / |x|_F, then five times X <- P X with P = a I + b A + c A^2 and A = X X^T, on the shorter side. Singular
     values from 0.003 |x|_F on become 0.68 to 1.21. Smaller ones grow by up to a^5 = 485.
     """
-    X = x if x.shape[0] <= x.shape[1] else x.mT
-    X = X / torch.linalg.vector_norm(X).clamp(min=SHORTEST)
+    m, n = x.shape[1:]
+    X = x if m <= n else x.mT
+    X = X / _lengths(X)
     # The squares of a long matrix's singular values need more digits than bf16 has.
-    long = X.shape[1] >= 2 * X.shape[0] and X.dtype != torch.bfloat16
+    long = max(m, n) >= 2 * min(m, n) and X.dtype != torch.bfloat16
     X = _by_squares(X) if long else _by_products(X)
-    return X if x.shape[0] <= x.shape[1] else X.mT
+    return X if m <= n else X.mT
 
 
 def _by_products(X: Tensor) -> Tensor:
     a = COEFFICIENTS[0]
     for _ in range(ITERATIONS):
-        X = torch.addmm(X, _polynomial(X @ X.mT), X, beta=a)
+        X = torch.baddbmm(X, _polynomial(X @ X.mT), X, beta=a)
     return X
 
 
@@ -60,19 +61,19 @@ def _by_squares(X: Tensor) -> Tensor:
     A = X @ X.mT
     P = _polynomial(A)
     Q = P.clone()
-    Q.diagonal().add_(a)
+    Q.diagonal(dim1=1, dim2=2).add_(a)
     for _ in range(ITERATIONS - 1):
-        AP = torch.addmm(A, A, P, beta=a)
-        A = torch.addmm(AP, AP, P, beta=a)
+        AP = torch.baddbmm(A, A, P, beta=a)
+        A = torch.baddbmm(AP, AP, P, beta=a)
         P = _polynomial(A)
-        Q = torch.addmm(Q, P, Q, beta=a)
+        Q = torch.baddbmm(Q, P, Q, beta=a)
     return Q @ X
 
 
 def _polynomial(A: Tensor) -> Tensor:
     """P - a I = b A + c A^2."""
     _, b, c = COEFFICIENTS
-    return torch.addmm(A, A, A, beta=b, alpha=c)
+    return torch.baddbmm(A, A, A, beta=b, alpha=c)
 
 
 def adam_direction(m: Tensor, v: Tensor, t: Tensor, beta1: float, beta2: float, eps: float) -> Tensor:
@@ -84,14 +85,18 @@ def adam_direction(m: Tensor, v: Tensor, t: Tensor, beta1: float, beta2: float, 
 def one_length_per_neuron(u: Tensor, mean_square: Tensor, inputs: int) -> tuple[Tensor, Tensor]:
     """NorMuon's direction, with |u|_F as it was, and the new running mean square of each neuron.
 
-    u `(out, in)` or its transpose; inputs: the dimension of u that is `in`. mean_square: 1 long there. A neuron is an
-    output of W, as in the paper; public codes take the columns of a wide W. There is no bias correction: after the
-    first step all neurons have one length.
+    u `(k, out, in)`, or its matrices' transposes; inputs: the dimension of u that is `in`. mean_square: 1 long there.
+    A neuron is an output of W, as in the paper; public codes take the columns of a wide W. There is no bias correction:
+    after the first step all neurons have one length.
     """
     mean_square = torch.lerp(mean_square, u.square().mean(inputs, keepdim=True), 1 - BETA_NEURONS)
     even = u / mean_square.clamp(min=1e-10).sqrt()
-    length = torch.linalg.vector_norm(even).clamp(min=SHORTEST)
-    return even * (torch.linalg.vector_norm(u) / length), mean_square
+    return even * (torch.linalg.vector_norm(u, dim=(1, 2), keepdim=True) / _lengths(even)), mean_square
+
+
+def _lengths(x: Tensor) -> Tensor:
+    """|x|_F of each matrix, to divide by: `(k, m, n)` -> `(k, 1, 1)`."""
+    return torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=SHORTEST)
 
 
 def adjustment(rule: str, n_out: int, n_in: int) -> float:

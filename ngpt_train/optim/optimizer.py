@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ngpt_train.config.schema import Config
@@ -22,7 +23,9 @@ TABLES = ("embedding", "source_embedding", "output", "positions")
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
-def build_optimizer(model: Decoder, groups: list[ParameterGroup], config: OptimConfig) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: Decoder, groups: list[ParameterGroup], config: OptimConfig, mesh: DeviceMesh | None = None
+) -> torch.optim.Optimizer:
     """The optimizer over all of `model`'s parameters, `optim.name`.
 
     groups: name the parameters as `model.named_parameters()` does, each parameter in one group. Moments have the
@@ -34,7 +37,7 @@ def build_optimizer(model: Decoder, groups: list[ParameterGroup], config: OptimC
     `optim.gate_power` it is GatedAdam, on any device.
 
     For muon, normuon, adamh and muonh it is MatrixOptimizer, which neither projects nor writes copies. Newton-Schulz is
-    in the dtype of matrix products, bf16 for fp16.
+    in the dtype of matrix products, bf16 for fp16. mesh: ranks that have all weights whole and share out that work.
     """
     parameters = dict(model.named_parameters())
     assert sorted(parameters) == sorted(name for group in groups for name in group.names)
@@ -47,7 +50,7 @@ def build_optimizer(model: Decoder, groups: list[ParameterGroup], config: OptimC
     ]
     if config.matrix_step is not None:
         dtype = model.embedding.dtype if model.compute_dtype is None else torch.bfloat16
-        return MatrixOptimizer(arguments, block_matrices(model), config, dtype)
+        return MatrixOptimizer(arguments, block_matrices(model), config, dtype, mesh)
     beta1, beta2 = config.betas
     matrices = [parameter for parameter in parameters.values() if parameter.ndim == 2]
     reason = next((found for matrix in matrices if (found := unsupported(matrix))), None)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ngpt_train.distributed.first_contact import first_contact
-from ngpt_train.distributed.layouts import parallelize
+from ngpt_train.distributed.layouts import mesh_of_replicas, parallelize
 from ngpt_train.distributed.world import join_world
 from ngpt_train.optim.loss_scale import LossScale
 from ngpt_train.optim.moving_average import MovingAverage
@@ -148,7 +148,7 @@ def build_state(config: Config, world: World | None = None) -> TrainState:
     with explain_out_of_memory(micro_rows):
         model, forward = parallelize(config, world, micro_rows)
     groups = model.parameter_groups(by_kind=bool(config.optim.groups.chosen()))
-    optimizer = build_optimizer(model, groups, config.optim)
+    optimizer = build_optimizer(model, groups, config.optim, mesh_of_replicas(forward, world))
     if config.optim.storage == "bf16":
         round_to_bf16_(model)
     decay = config.optim.ema_decay

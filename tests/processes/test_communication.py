@@ -91,7 +91,8 @@ def of_a_matrix_step(name: str, parallel: str) -> dict[str, Any]:
     bytes_of_matrices = sum(4 * -(-len(matrix) // shards) * shards * matrix.shape[1] for matrix in matrices)
     named = sum(len(module.rows) for module in state.model.modules() if isinstance(module, FusedLinear))
     calls = {x.kind: [x.ranks, x.calls, x.bytes] for x in counter.by_kind()}
-    return {"calls": calls, "stored": len(matrices), "bytes": bytes_of_matrices, "named": named}
+    shapes = len({matrix.shape for matrix in matrices})
+    return {"calls": calls, "shapes": shapes, "bytes": bytes_of_matrices, "named": named}
 
 
 def of_all(parallel: str) -> dict[str, Any]:
@@ -132,12 +133,15 @@ def test_the_projection_costs_no_collective(layout: tuple[str, dict[str, Any]]) 
 
 
 def test_what_matrix_optimizers_cost(layout: tuple[str, dict[str, Any]]) -> None:
-    """Nothing where every rank has whole matrices. Else Muon gathers each stored matrix once, and Hyperball adds up
-    three numbers of each named matrix. Caught: weights that are gathered too, a call for each norm."""
+    """Muon brings matrices of a shape to their ranks and the results back, in a call each; DDP has the matrices
+    everywhere, and HSDP's results also go to the replicas. Gloo has no all-to-all: torch gathers all instead. Hyperball
+    adds up three numbers of each named matrix over shards. Caught: a call for each matrix or norm, a result that is
+    gathered twice."""
+    calls, share = {"ddp": (1, 1), "fsdp": (2, 2), "hsdp": (3, 2.5)}[layout[0]]
     for name, found in layout[1]["matrix steps"].items():
-        gathers = {"all-gather": [2, found["stored"], found["bytes"]]} if name != "adamh" else {}
-        sums = {"all-reduce": [2, 1, 3 * 8 * found["named"]]} if name != "muon" else {}
-        assert found["calls"] == ({} if layout[0] == "ddp" else gathers | sums), name
+        gathers = {"all-gather": [2, calls * found["shapes"], share * found["bytes"]]} if name != "adamh" else {}
+        sums = {"all-reduce": [2, 1, 3 * 8 * found["named"]]} if name != "muon" and layout[0] != "ddp" else {}
+        assert found["calls"] == gathers | sums, name
 
 
 def test_what_a_step_costs(layout: tuple[str, dict[str, Any]]) -> None:

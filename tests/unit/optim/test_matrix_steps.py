@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ngpt_train.config import ConfigError, load_config
 from ngpt_train.models import build_model, export_gradients, export_weights
-from ngpt_train.optim.matrix_optimizer import MatrixOptimizer
+from ngpt_train.optim.matrix_optimizer import AT_ONCE, MatrixOptimizer
 from ngpt_train.optim.matrix_steps import (
     adam_direction,
     ball_factors,
@@ -45,9 +45,10 @@ def state_of(optimizer: str, model: str = "gpt", *options: str) -> TrainState:
 @pytest.mark.parametrize("shape", [(6, 6), (6, 11), (6, 40), (40, 6)])
 def test_newton_schulz_by_singular_values(shape: tuple[int, int]) -> None:
     """Caught: a coefficient, an iteration too few, the longer side; of long matrices the products by squares."""
-    x = random(*shape)
-    torch.testing.assert_close(orthogonalised(x), newton_schulz(x), rtol=0, atol=1e-10)
-    torch.testing.assert_close(orthogonalised(1e6 * x.mT), newton_schulz(x).mT, rtol=0, atol=1e-10)
+    x = torch.stack([random(*shape), 1e6 * random(*shape, seed=1)])
+    expected = torch.stack(list(map(newton_schulz, x)))
+    torch.testing.assert_close(orthogonalised(x), expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(orthogonalised(x.mT), expected.mT, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(("n_columns", "dtype"), [(64, torch.float32), (300, torch.float32), (300, torch.bfloat16)])
@@ -56,7 +57,7 @@ def test_singular_values_that_newton_schulz_leaves(n_columns: int, dtype: torch.
     s = torch.logspace(0, -2.05, 64, dtype=torch.float64)
     x = with_singular_values(s / s.norm(), n_columns)
     assert (s / s.norm()).min() > 0.003
-    found = torch.linalg.svdvals(orthogonalised(x.to(dtype)).double())
+    found = torch.linalg.svdvals(orthogonalised(x.to(dtype)[None]).double())
     margin = 0.01 if dtype == torch.bfloat16 else 0.0
     assert 0.68 - margin < found.min()
     assert found.max() < 1.21 + margin
@@ -64,8 +65,10 @@ def test_singular_values_that_newton_schulz_leaves(n_columns: int, dtype: torch.
 
 @pytest.mark.parametrize("rule", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_as_torch_muon(rule: str, nesterov: bool) -> None:
-    """Six steps of each matrix of the paper, whose optimizer is torch's; Newton-Schulz in bf16, as there."""
+def test_as_torch_muon(rule: str, nesterov: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six steps of each matrix of the paper, whose optimizer is torch's; Newton-Schulz in bf16, as there, and of the
+    matrices of all layers at once, as on GPUs."""
+    monkeypatch.setitem(AT_ONCE, "cpu", 2**26)
     options = ["optim.name=muon", f"optim.adjust_lr={rule}", f"optim.nesterov={nesterov}".lower()]
     recipe = replace(RECIPE, weight_decay=0.1)
     config = run_config("gpt", SMALL, recipe, rows=4, context=16, micro_rows=2, options=options)
@@ -96,14 +99,14 @@ def test_as_torch_muon(rule: str, nesterov: bool) -> None:
 
 def test_normuon() -> None:
     """Caught: a bias correction, lengths of columns, another length of the whole; later steps without the first."""
-    u = random(7, 12)
-    first, mean_square = one_length_per_neuron(u, torch.zeros(7, 1, dtype=torch.float64), 1)
-    lengths = first.norm(dim=1)
-    torch.testing.assert_close(lengths, torch.full_like(lengths, u.norm().item() / math.sqrt(7)))
-    second, _ = one_length_per_neuron(random(7, 12, seed=1), mean_square, 1)
-    assert second.norm().item() == pytest.approx(random(7, 12, seed=1).norm().item(), rel=1e-12)
-    assert second.norm(dim=1).std() > 1e-2
-    transposed, _ = one_length_per_neuron(u.mT, torch.zeros(1, 7, dtype=torch.float64), 0)
+    u, later = torch.stack([random(7, 12), 9 * random(7, 12, seed=2)]), random(2, 7, 12, seed=1)
+    norms = torch.linalg.matrix_norm(u)
+    first, mean_square = one_length_per_neuron(u, torch.zeros(2, 7, 1, dtype=torch.float64), 2)
+    torch.testing.assert_close(first.norm(dim=2), (norms / math.sqrt(7))[:, None].expand(2, 7))
+    second, _ = one_length_per_neuron(later, mean_square, 2)
+    torch.testing.assert_close(torch.linalg.matrix_norm(second), torch.linalg.matrix_norm(later))
+    assert second[0].norm(dim=1).std() > 1e-2
+    transposed, _ = one_length_per_neuron(u.mT, torch.zeros(2, 1, 7, dtype=torch.float64), 1)
     torch.testing.assert_close(transposed, first.mT)
 
 
