@@ -1,6 +1,7 @@
 """Shows how far `prepare` has come: a bar on a terminal, elsewhere a log line every few seconds."""
 
 import logging
+import sys
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -89,12 +90,14 @@ def _bar() -> tuple[Any, Any]:
 
     (None, None) where stderr is no terminal that can redraw a line, or the log leaves out INFO.
     """
+    if not sys.stderr.isatty() or not logger.isEnabledFor(logging.INFO):
+        return None, None
     from rich.console import Console
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn
     from rich.progress import Progress as Bar
 
     console = Console(stderr=True, highlight=False)
-    if not console.is_terminal or console.is_dumb_terminal or not logger.isEnabledFor(logging.INFO):
+    if console.is_dumb_terminal:
         return None, None
     bar = Bar(
         BarColumn(), TaskProgressColumn(), TextColumn("{task.description}", markup=False), console=console,

@@ -189,8 +189,9 @@ class LogFile(PlainConsole):
 
 def console_sink(clock: Clock, resume_step: int | None) -> PlainConsole | LiveConsole:
     """A live console if the terminal of standard output can redraw a line, else a plain one."""
-    from rich.console import Console
+    if sys.stdout.isatty():
+        from rich.console import Console  # here: it takes a tenth of a start
 
-    if sys.stdout.isatty() and not Console().is_dumb_terminal:
-        return LiveConsole(clock, resume_step or 0)
+        if not Console().is_dumb_terminal:
+            return LiveConsole(clock, resume_step or 0)
     return PlainConsole(clock)
