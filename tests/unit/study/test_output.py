@@ -408,7 +408,9 @@ def test_all_is_written(tmp_path: Path) -> None:
     assert 50_000 < (tmp_path / "report.html").stat().st_size < 1_000_000
 
 
-@pytest.mark.parametrize("study", ["gpt_vs_ngpt", "long_budget", "ngpt_parts", "powernorm_translation", "precision"])
+@pytest.mark.parametrize(
+    "study", ["gpt_vs_ngpt", "long_budget", "ngpt_parts", "optimizers", "powernorm_translation", "precision"]
+)
 def test_published_documents_follow_from_their_numbers(study: str) -> None:
     """Caught: a report.md written by hand, or left behind by its generator."""
     folder = PUBLISHED / study
