@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from ngpt_train.models.decoder import Decoder
 
 
-# Values of the matrices that are orthogonalised at once, by kind of device; otherwise one matrix for each rank, which
-# stays in a CPU's cache. On a GPU a launch costs more than memory: four copies of the values in fp32, 1 GB.
+# Values of the matrices that are orthogonalised at once on all ranks, by kind of device; otherwise one matrix a rank,
+# which stays in a CPU's cache. On a GPU a launch costs more than memory: four copies of the values in fp32, 1 GB.
 AT_ONCE = {"cuda": 2**26}
 
 
@@ -128,7 +128,7 @@ class MatrixOptimizer(torch.optim.Adam):
         for (_, shape, _), same in alike.items():
             mesh = same[0].device_mesh if isinstance(same[0], DTensor) else self.mesh
             n_ranks = 1 if mesh is None else mesh.size()
-            n = max(n_ranks, AT_ONCE.get(same[0].device.type, 0) // shape.numel())
+            n = n_ranks * max(1, AT_ONCE.get(same[0].device.type, 0) // (n_ranks * shape.numel()))
             yield from (same[i : i + n] for i in range(0, len(same), n))
 
     def _gradient(self, weight: Tensor) -> Tensor:

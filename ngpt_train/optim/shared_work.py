@@ -13,10 +13,10 @@ logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging
 
 
 class SharedOut:
-    """n matrices of one shape, `(rows, d)`, of which each rank does the same number, or one less.
+    """n matrices of one shape, `(rows, d)`, shared out in order: each rank has as many as the first, or what is left.
 
-    like: one of them. If FSDP2 has sharded it, each rank has its rows of all n, and the ranks of its mesh do the work,
-    those of HSDP's replicas too. Otherwise each rank of `mesh` has all n whole; without a mesh there is one rank.
+    like: one of the matrices. If FSDP2 has sharded it, each rank has its rows of all n, and all ranks of its mesh take
+    part, HSDP's replicas too. Otherwise each rank of `mesh` has all n whole; without a mesh there is one rank.
 
     The methods are collective if there are several ranks.
     """
@@ -27,6 +27,7 @@ class SharedOut:
         placements = like.placements if isinstance(like, DTensor) else (Replicate(),)
         self._by_rows = [Shard(1) if placement.is_shard() else Replicate() for placement in placements]
         self._by_matrix = [Shard(0) for _ in placements]
+        self._everywhere = [Replicate() for _ in placements]
 
     def to_owners(self, rows: Tensor) -> Tensor:
         """This rank's rows of all matrices, `(n, its rows, d)` -> its matrices, `(its number, rows, d)`."""
@@ -38,11 +39,11 @@ class SharedOut:
 
     def own(self, of_all: Tensor) -> Tensor:
         """What belongs to this rank's matrices, of a tensor that every rank has for all n, `(n, ...)`."""
-        return self._moved(of_all, of_all.shape[1:], [Replicate() for _ in self._by_matrix], self._by_matrix)
+        return self._moved(of_all, of_all.shape[1:], self._everywhere, self._by_matrix)
 
     def of_all(self, own: Tensor) -> Tensor:
         """The way back, on every rank."""
-        return self._moved(own, own.shape[1:], self._by_matrix, [Replicate() for _ in self._by_matrix])
+        return self._moved(own, own.shape[1:], self._by_matrix, self._everywhere)
 
     def _moved(self, x: Tensor, shape: Sequence[int], old: Sequence[Placement], new: Sequence[Placement]) -> Tensor:
         if self.mesh is None:
