@@ -89,6 +89,22 @@ class Entry:
         return f"{self.name:<58} {self.ratio:>6.2f}  {spread:>15}  {self.median_ms:>9.4g} ms  {', '.join(said)}"
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of what was timed, without the parts that it calls."""
+
+    name: str
+    ms: float
+    of_all: float  # 0 to 1
+    calls: int
+
+    def line(self) -> str:
+        return f"  {self.name[:56]:<56} {self.of_all:>6.1%}  {self.calls:>9} calls  {self.ms:>9.4g} ms"
+
+    def json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
 def by(clock: Callable[[], float]) -> Measure:
     """Measures a run by `clock`, which gives seconds."""
 

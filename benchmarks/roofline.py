@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.common import Entry, Run, elapsed, interleaved, main
+from benchmarks.common import Entry, Part, Run, elapsed, interleaved, main
 from ngpt_train.config import load_config
 from ngpt_train.study.random_steps import steps_of, with_vocabulary
 from ngpt_train.training import build_state
@@ -31,23 +30,7 @@ REPLAYED = (
 )
 
 
-@dataclass(frozen=True)
-class Operator:
-    """The time in an operator, without the operators that it calls, while one step was profiled."""
-
-    name: str
-    calls: int
-    ms: float
-    of_step: float  # 0 to 1
-
-    def line(self) -> str:
-        return f"  {self.name[:56]:<56} {self.of_step:>6.1%}  {self.calls:>9} calls  {self.ms:>9.4g} ms"
-
-    def json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def bench(overrides: Sequence[str]) -> Iterator[Entry | Operator]:
+def bench(overrides: Sequence[str]) -> Iterator[Entry | Part]:
     """The replayed calls, the step as a multiple of their time, and operators of the rest."""
     config = load_config([*overrides, "train.device=cpu"], world_size=1)
     state = build_state(with_vocabulary(config))
@@ -70,7 +53,7 @@ def bench(overrides: Sequence[str]) -> Iterator[Entry | Operator]:
     rest = [total for total in totals if not is_replayed(total.key)]
     for total in sorted(rest, key=lambda total: -total.self_cpu_time_total)[:OPERATORS]:
         microseconds = total.self_cpu_time_total
-        yield Operator(total.key, total.count, microseconds / 1e3, microseconds / whole)
+        yield Part(total.key, microseconds / 1e3, microseconds / whole, total.count)
 
 
 def profile_of(run: Run) -> profile:

@@ -10,11 +10,9 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from benchmarks.common import Entry, Run, by, interleaved, main
+from benchmarks.common import Entry, Part, Run, by, interleaved, main
 
 ROUNDS = 6
 PACKAGES = 12  # printed
@@ -35,22 +33,7 @@ COMMANDS = {
 }
 
 
-@dataclass(frozen=True)
-class Package:
-    """The time in a package's own modules while all that one step needs was imported."""
-
-    name: str
-    ms: float
-    of_all: float  # 0 to 1
-
-    def line(self) -> str:
-        return f"  {self.name:<56} {self.of_all:>6.1%}  {self.ms:>9.4g} ms"
-
-    def json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def bench() -> Iterator[Entry | Package]:
+def bench() -> Iterator[Entry | Part]:
     with tempfile.TemporaryDirectory() as directory:
         runs = {name: started(command, Path(directory)) for name, command in COMMANDS.items()}
         yield from interleaved(runs, BASE, ROUNDS, "starts", by(children_s))
@@ -77,17 +60,20 @@ def children_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def packages(importtime: str) -> Iterator[Package]:
-    """Sums of `python -X importtime`: of torch's parts each, of all others by package."""
+def packages(importtime: str) -> Iterator[Part]:
+    """Sums of `python -X importtime`, over modules: of torch's parts each, of all others by package."""
     own: Counter[str] = Counter()
+    modules: Counter[str] = Counter()
     for line in importtime.splitlines():
         fields = line.removeprefix("import time:").split("|")
         if len(fields) == 3 and fields[0].strip().isdigit():
             parts = fields[2].strip().split(".")
-            own[".".join(parts[: 2 if parts[0] == "torch" else 1])] += int(fields[0])
+            package = ".".join(parts[: 2 if parts[0] == "torch" else 1])
+            own[package] += int(fields[0])
+            modules[package] += 1
     total = sum(own.values())
     for name, us in own.most_common(PACKAGES):
-        yield Package(name, us / 1e3, us / total)
+        yield Part(name, us / 1e3, us / total, modules[name])
 
 
 if __name__ == "__main__":

@@ -148,7 +148,8 @@ def build_state(config: Config, world: World | None = None) -> TrainState:
     with explain_out_of_memory(micro_rows):
         model, forward = parallelize(config, world, micro_rows)
     groups = model.parameter_groups(by_kind=bool(config.optim.groups.chosen()))
-    optimizer = build_optimizer(model, groups, config.optim, mesh_of_replicas(forward, world))
+    mesh = mesh_of_replicas(forward, world) if config.optim.matrix_step else None
+    optimizer = build_optimizer(model, groups, config.optim, mesh)
     if config.optim.storage == "bf16":
         round_to_bf16_(model)
     decay = config.optim.ema_decay

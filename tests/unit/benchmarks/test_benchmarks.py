@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import attention, checkpoint, communication, data, roofline, step
+from benchmarks import attention, checkpoint, communication, data, roofline, start, step
 from benchmarks.common import Entry, Run, interleaved, main
 from ngpt_train.config import ConfigError, load_config
 from ngpt_train.data import TrainLoader, open_dataset, reader_of, tokenizers
@@ -189,3 +189,15 @@ def test_the_products_of_a_step_are_replayed() -> None:
     matrices = sum(p.numel() for p in state.model.parameters() if p.ndim == 2 and p is not embedding)
     assert multiplied == 3 * matrices * tokens
     assert sum("attention" in str(call.operator) for call in calls) == 2 * config.model.n_layers
+
+
+def test_imports_by_package() -> None:
+    """Caught: the time of what a module imports counted twice, all of torch as one, the headline as a module."""
+    log = """import time: self [us] | cumulative | imported package
+import time:       100 |        100 |   torch._C._x
+import time:       300 |        400 | torch._C
+warning: no line of the profile
+import time:       500 |        900 | numpy
+import time:       100 |        100 | torch.nn"""
+    found = [(part.name, part.ms, part.of_all, part.calls) for part in start.packages(log)]
+    assert found == [("numpy", 0.5, 0.5, 1), ("torch._C", 0.4, 0.4, 2), ("torch.nn", 0.1, 0.1, 1)]
