@@ -344,9 +344,9 @@ def check_stored(study: Study, runs: Runs) -> None:
         return  # the first runs could not begin, with a wrong data.path for example
     lines = [*_changed(stored, study), *_changed_arms(stored, study, runs)]
     if lines:
-        fix = "A study that has begun takes more arms, budgets, seeds and values in lists of study.tune, larger "
-        fix += "study.max_points and study.descent_runs, and study.refine=true. For anything else choose another "
-        fix += "study.name: it shares the runs that stay the same."
+        fix = "A study that has begun takes more arms, which may be tuned for keys of their own, budgets, seeds and "
+        fix += "values in lists of study.tune, larger study.max_points and study.descent_runs, and study.refine=true. "
+        fix += "For anything else choose another study.name: it shares the runs that stay the same."
         raise mismatch(f"study.name={study.name}: {study.path} holds another study", lines, fix)
 
 
@@ -354,7 +354,9 @@ def _changed(stored: Study, study: Study) -> list[str]:
     """The differences between the stored definition and this one that are not allowed."""
     old, new = tree_of(stored), tree_of(study)
     names = [name for name in ("baseline", "metric", "confidence", "descent_budget") if old[name] != new[name]]
-    names += [] if _grew(old["tune"], new["tune"]) else ["tune"]
+    arms = [arm for arm in stored.arms if arm in study.arms]
+    has_grown = all(_has_grown(stored.keys_of(arm), study.keys_of(arm)) for arm in arms)
+    names += [] if has_grown and old["tune"][LR] == new["tune"][LR] else ["tune"]
     names += ["max_points"] if study.max_points < stored.max_points else []
     names += ["refine"] if study.refine < stored.refine else []
     names += ["descent_runs"] if (study.descent_runs or math.inf) < (stored.descent_runs or math.inf) else []
@@ -368,13 +370,14 @@ def _changed(stored: Study, study: Study) -> list[str]:
     return lines
 
 
-def _grew(old: Any, new: Any) -> bool:
-    """Whether `new` tunes as `old`, with more values in lists, the first of each being the same."""
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        return old.keys() == new.keys() and all(_grew(old[name], new[name]) for name in old)
-    if isinstance(old, list) and isinstance(new, list):
-        return old[:1] == new[:1] and all(value in new for value in old)
-    return bool(old == new)
+def _has_grown(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether an arm is tuned for the same keys. Tuples of values may have grown, behind the same first value."""
+
+    def alike(a: Any, b: Any) -> bool:
+        are_tuples = isinstance(a, tuple) and isinstance(b, tuple)
+        return a[0] == b[0] and set(a) <= set(b) if are_tuples else bool(a == b)
+
+    return old.keys() == new.keys() and all(alike(old[key], new[key]) for key in old)
 
 
 def _changed_arms(stored: Study, study: Study, runs: Runs) -> list[str]:

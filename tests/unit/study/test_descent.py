@@ -224,9 +224,15 @@ def test_from_the_definition_to_the_report(tmp_path: Path) -> None:
     assert carried == {5}  # the share of the run that 1 of 10 steps is
     check_stored(of, runs)
     more, other_first = "[0.9, 0.95], [0.7, 0.95], [0.9, 0.99]", "[0.9, 0.99], [0.9, 0.95]"
-    for betas, taken in ((more, True), (other_first, False), ("[0.9, 0.95], [0.8, 0.95]", False)):
-        grown = OF_A_STUDY.replace("[0.9, 0.95], [0.9, 0.99]", betas)
-        other = study_of(tmp_path, text=YAML.replace("{scale", "{schedule.warmup_steps: 2, scale") + grown)
+    for old, new, taken in (
+        ("[0.9, 0.95], [0.9, 0.99]", more, True),
+        ("ngpt: {model.s_z", "new: {optim.eps: 2}, ngpt: {model.s_z", True),
+        ("[0.9, 0.95], [0.9, 0.99]", other_first, False),
+        ("[0.9, 0.95], [0.9, 0.99]", "[0.9, 0.95], [0.8, 0.95]", False),
+        ("ngpt: {model.s_z", "ngpt: {optim.eps: 2, model.s_z", False),
+    ):
+        text = YAML.replace("{scale", "{schedule.warmup_steps: 2, scale") + OF_A_STUDY.replace(old, new)
+        other = study_of(tmp_path, text=text.replace("  ngpt", "  new: {model: gpt}\n  ngpt"))
         with nullcontext() if taken else pytest.raises(ConfigError, match=r"study\.tune"):
             check_stored(other, Runs(other))
     write_phases(of.path, phases(of, runs.start, runs.grids, runner.results))
