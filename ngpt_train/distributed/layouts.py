@@ -96,6 +96,16 @@ def resolve_precision(precision: str, device_type: str) -> torch.dtype:
     return PRECISIONS[precision]
 
 
+def why_precision(device_type: str) -> str:
+    """Why `train.precision=auto` is resolved as `resolve_precision` says."""
+    if device_type == "cuda":
+        return "this is a GPU"
+    has = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}  # not in every torch
+    if any(has.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16")):
+        return "losses of all CPUs are alike; this one is faster with train.precision=bf16"
+    return "this CPU does not multiply in bf16"
+
+
 def resolve_compile(compiled: bool | str, device_type: str) -> bool:
     """`train.compile` with auto resolved."""
     return device_type == "cuda" if compiled == AUTO else bool(compiled)

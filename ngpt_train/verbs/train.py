@@ -16,12 +16,13 @@ from ngpt_train.config.stored import read_yaml, with_first_values
 from ngpt_train.core.errors import DataError, is_told_here, same_on_host
 from ngpt_train.core.files import read_json
 from ngpt_train.core.launcher import end_with_launcher
+from ngpt_train.core.log import say_once
 from ngpt_train.core.recorded import Sink
 from ngpt_train.data import TrainLoader, open_dataset, reader_of
 from ngpt_train.data.dataset import Dataset
 from ngpt_train.data.tokenizers import read_tokenizer
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
-from ngpt_train.distributed.layouts import PRECISIONS, resolve_precision
+from ngpt_train.distributed.layouts import PRECISIONS, resolve_precision, why_precision
 from ngpt_train.distributed.world import World, join_world, resolve_device
 from ngpt_train.evaluation.in_training import tasks_of
 from ngpt_train.evaluation.trust import note_names
@@ -152,6 +153,9 @@ def with_precision(config: Config, world: World) -> Config:
     """`config` with `train.precision` resolved, so that a resume on another device cannot change it silently."""
     dtype = resolve_precision(config.train.precision, world.device.type)
     precision = next(name for name, of_name in PRECISIONS.items() if of_name == dtype)
+    if config.train.precision == AUTO:
+        why = why_precision(world.device.type)
+        say_once(logging.INFO, f"matrix products in {precision} (train.precision=auto: {why})")
     return replace(config, train=replace(config.train, precision=precision))
 
 
