@@ -16,7 +16,8 @@ batch has more tokens than d_model, W has fewer elements than W x, so it is chea
 
     y = (s W) x,    dx = (s W)^T dy,    dW = s (dy x^T),    ds = rowsum((dy x^T) W)
 
-In half precision s W would be rounded once more than W x; there swiglu scales u and v itself.
+On a CPU this is done in half precision too, though s W is rounded once more than W x. GPUs and the Triton kernel scale u
+and v.
 """
 
 from typing import Any, cast
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ngpt_train.kernels.dispatch import operation
+from ngpt_train.kernels.dispatch import operation, runs_on_triton
 from ngpt_train.kernels.norm import at_least_fp32
 
 
@@ -110,7 +111,7 @@ def scaled_swiglu(x: Tensor, w_uv: Tensor, s_u: Tensor, s_v: Tensor) -> Tensor:
 
     x `(..., d_model)`, w_uv `(2 d_mlp, d_model)`, s_u and s_v `(d_mlp,)` -> `(..., d_mlp)` in x's dtype.
     """
-    if x.dtype in (torch.float32, torch.float64) and x.device.type == "cpu":
+    if x.device.type == "cpu" and not runs_on_triton("swiglu", x):
         return swiglu(scaled_linear(x, w_uv, torch.cat([s_u, s_v])))
     return swiglu(F.linear(x, w_uv), s_u, s_v)
 
@@ -125,13 +126,13 @@ class _ScaledLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, matrix: Tensor, scale: Tensor) -> Tensor:
         # Backward computes s W again: keeping it would take as much memory as all weights.
         ctx.save_for_backward(x, matrix, scale)
-        return F.linear(x, scale[:, None] * matrix)
+        return F.linear(x, (scale[:, None] * matrix).to(x.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, matrix, scale = ctx.saved_tensors
-        dx = dy @ (scale[:, None] * matrix)
-        product = dy.flatten(0, -2).T @ x.flatten(0, -2)
+        dx = dy @ (scale[:, None] * matrix).to(dy.dtype)
+        product = at_least_fp32(dy.flatten(0, -2).T @ x.flatten(0, -2))
         dscale = (product * matrix).sum(1)
-        return dx, product.mul_(scale[:, None]), dscale
+        return dx, product.mul_(scale[:, None]).to(matrix.dtype), dscale
