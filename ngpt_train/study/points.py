@@ -354,8 +354,7 @@ def _changed(stored: Study, study: Study) -> list[str]:
     """The differences between the stored definition and this one that are not allowed."""
     old, new = tree_of(stored), tree_of(study)
     names = [name for name in ("baseline", "metric", "confidence", "descent_budget") if old[name] != new[name]]
-    arms = [arm for arm in stored.arms if arm in study.arms]
-    has_grown = all(_has_grown(stored.keys_of(arm), study.keys_of(arm)) for arm in arms)
+    has_grown = all(_has_grown(stored.keys_of(arm), study.keys_of(arm)) for arm in stored.arms if arm in study.arms)
     names += [] if has_grown and old["tune"][LR] == new["tune"][LR] else ["tune"]
     names += ["max_points"] if study.max_points < stored.max_points else []
     names += ["refine"] if study.refine < stored.refine else []
