@@ -16,8 +16,7 @@ batch has more tokens than d_model, W has fewer elements than W x, so it is chea
 
     y = (s W) x,    dx = (s W)^T dy,    dW = s (dy x^T),    ds = rowsum((dy x^T) W)
 
-On a CPU this is done in half precision too, though s W is rounded once more than W x. GPUs and the Triton kernel scale u
-and v.
+On a CPU this is done in half precision too, though s W is rounded once more than W x. GPUs scale u and v.
 """
 
 from typing import Any, cast
