@@ -1,5 +1,5 @@
 """Coordinate descent over an arm's keys at a budget: the learning rate, then each further key, then the rate again,
-until no key gains more than the noise between seeds or the budget of runs is used up."""
+until no key gains more than the noise between seeds, alone or with others, or the budget of runs is used up."""
 
 import math
 import statistics
@@ -12,7 +12,15 @@ from ngpt_train.core.files import read_json, write_json
 from ngpt_train.core.recorded import COUNT, NUMBER, TEXT, all_checked
 from ngpt_train.study.definition import LR, Study
 from ngpt_train.study.rates import At, Lattice, first_rates, next_rates
-from ngpt_train.study.tuning import Trials, Values, best_values, changed, noise_between_seeds, without
+from ngpt_train.study.tuning import (
+    Trials,
+    Values,
+    best_values,
+    changed,
+    noise_between_seeds,
+    sorted_values,
+    without,
+)
 
 GAINED, WITHIN_NOISE, OUT_OF_RUNS = "gained", "within_noise", "out_of_runs"
 FILE = "descent.json"  # in the study's directory: the phases of all arms
@@ -41,6 +49,7 @@ class Grid:
 class Phase:
     """The tuning of one key with the others fixed.
 
+    key, start, end: of a phase that changed several keys at once their names, with commas, and lists of their values.
     start, end: its values; where nothing gained, end is the best value tried beside the start. gain: by how much the
     end loss fell from start to end, a mean over their n_seeds shared seeds, of a further key without the seed that
     chose it; None if unknown, or if the start fails.
@@ -102,6 +111,8 @@ class _Descent:
             for key in self._grids:
                 best = yield from self._key(best, key)
             if best == before:
+                best = yield from self._at_once(best)
+            if best == before:
                 return
             best = yield from self._rate(best)
             if self._is_out:
@@ -119,7 +130,7 @@ class _Descent:
         if best is not None:
             gain, _ = self._gain(start, best)
             gained = gain is not None and gain > (self._noise() or 0.0)
-            self._say(LR, start, best, n_runs, GAINED if gained else WITHIN_NOISE)
+            self._say([LR], start, best, n_runs, GAINED if gained else WITHIN_NOISE)
         return best
 
     def _key(self, start: Values, key: str) -> Generator[list[At], None, Values]:
@@ -140,9 +151,32 @@ class _Descent:
                 break
             best = other
         state = GAINED if best != start else OUT_OF_RUNS if is_out else WITHIN_NOISE
-        self._say(key, start, best if best != start else other, n_runs, state, but=first)
+        self._say([key], start, best if best != start else other, n_runs, state, but=first)
         self._is_out |= is_out
         return best
+
+    def _at_once(self, start: Values) -> Generator[list[At], None, Values]:
+        """Goes to all values at once that alone were better over the seeds that did not choose them, though by less
+        than the noise, if together they gain more than it."""
+        n_runs, seeds, better = self._n_runs(), self._study.seeds, {}
+        for key in self._grids:
+            tried = [changed(start, key, value) for value in self._grids[key].beside(dict(start)[key])]
+            known = [values for values in tried if len(self.seen.get(values, {})) == len(seeds)]
+            gains = {values: self._gain(start, values, but=seeds[0])[0] or 0.0 for values in known}
+            best = max(gains, key=lambda values: gains[values], default=start)
+            if gains.get(best, 0.0) > 0:
+                better[key] = dict(best)[key]
+        if len(better) < 2:
+            return start
+        together = sorted_values(dict(start) | better)
+        if not (yield from self._made([(together, seed) for seed in seeds])):
+            self._is_out = True
+            self._say(list(better), start, None, n_runs, OUT_OF_RUNS)
+            return start
+        gain, _ = self._gain(start, together, but=seeds[0])
+        state = GAINED if gain is not None and gain > (self._noise() or 0.0) else WITHIN_NOISE
+        self._say(list(better), start, together, n_runs, state, but=seeds[0])
+        return together if state == GAINED else start
 
     def _made(self, batch: Sequence[At]) -> Generator[list[At], None, bool]:
         """Has the runs made; False if they are more than the budget of runs."""
@@ -179,9 +213,12 @@ class _Descent:
         return (None if math.isnan(gain) or gain == -math.inf else gain), len(gains)
 
     def _say(
-        self, key: str, start: Values, end: Values | None, n_runs: int, state: str, but: int | None = None
+        self, keys: list[str], start: Values, end: Values | None, n_runs: int, state: str, but: int | None = None
     ) -> None:
+        def said(values: Values) -> Any:
+            return dict(values)[keys[0]] if len(keys) == 1 else [dict(values)[key] for key in keys]
+
         gain, n_seeds = (None, 0) if end is None else self._gain(start, end, but)
         gain = None if gain == math.inf else gain
-        to, runs = None if end is None else dict(end)[key], self._n_runs() - n_runs
-        self.phases.append(Phase(key, dict(start)[key], to, gain, self._noise(), n_seeds, runs, state))
+        to, runs = None if end is None else said(end), self._n_runs() - n_runs
+        self.phases.append(Phase(", ".join(keys), said(start), to, gain, self._noise(), n_seeds, runs, state))

@@ -99,6 +99,27 @@ def test_keys_without_an_effect_cost_little_and_change_nothing(draw: int) -> Non
         assert {state[1000, key].state for key in (LR, CLIP, EPS)} == {"bracketed"}
 
 
+def test_keys_that_gain_only_together() -> None:
+    """Caught: values that stay because each alone gains less than the noise; values that alone were worse and are taken
+    along; a rate that is not tuned after that; a gain of all that is not more than the noise."""
+    worth, more = 0.018, {LR: 2.0, CLIP: 2.0, EPS: 2.0, "optim.z_loss": 2.0}
+
+    def loss(x: dict[str, float], point: Point) -> float:
+        steps = [min(1.0, max(-1.0, -x[key])) for key in (CLIP, EPS)]
+        others = 0.1 * (x[LR] - 0.3 * min(steps)) ** 2 + x["optim.z_loss"] ** 2
+        return 3 + others - worth * sum(steps) + 0.02 * point.seed
+
+    results, found = run(descent(tune=more), loss)
+    together = next(phase for phase in found["gpt", 1000] if phase.key == f"{CLIP}, {EPS}")
+    assert [best_of(results)[key] for key in (CLIP, EPS, "optim.z_loss")] == [0.5, 0.5, 1.0]
+    assert (together.start, together.end, together.state, together.runs) == ([1.0, 1.0], [0.5, 0.5], GAINED, 3)
+    assert found["gpt", 1000][found["gpt", 1000].index(together) + 1].key == LR
+    worth = 0.012
+    results, found = run(descent(tune=more), loss)
+    assert best_of(results)[CLIP] == 1.0
+    assert found["gpt", 1000][-1].state == WITHIN_NOISE
+
+
 def test_failures_and_edges() -> None:
     """Caught: a descent that never ends where a key's best is beyond its values; values that diverge or run out of
     memory, and are taken; a start that fails."""
