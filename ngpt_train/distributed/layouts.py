@@ -102,8 +102,8 @@ def why_precision(device_type: str) -> str:
         return "this is a GPU"
     has = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}  # not in every torch
     if any(has.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16")):
-        return "losses of all CPUs are alike; this one is faster with train.precision=bf16"
-    return "this CPU does not multiply in bf16"
+        return "this is a CPU; train.precision=bf16 may be faster on it, with other losses"
+    return "this is a CPU"
 
 
 def resolve_compile(compiled: bool | str, device_type: str) -> bool:

@@ -51,7 +51,7 @@ class Phase:
 
     key, start, end: of a phase that changed several keys at once their names, with commas, and lists of their values.
     start, end: its values; where nothing gained, end is the best value tried beside the start. gain: by how much the
-    end loss fell from start to end, a mean over their n_seeds shared seeds, of a further key without the seed that
+    end loss fell from start to end, a mean over their n_seeds shared seeds, of one further key without the seed that
     chose it; None if unknown, or if the start fails.
     noise: between seeds, so far; None if unknown. runs: made for it.
     """
@@ -157,7 +157,7 @@ class _Descent:
 
     def _at_once(self, start: Values) -> Generator[list[At], None, Values]:
         """Goes to all values at once that alone were better over the seeds that did not choose them, though by less
-        than the noise, if together they gain more than it."""
+        than the noise, if together they gain more than it, over all seeds: none of them chose this point."""
         n_runs, seeds, better = self._n_runs(), self._study.seeds, {}
         for key in self._grids:
             tried = [changed(start, key, value) for value in self._grids[key].beside(dict(start)[key])]
@@ -173,9 +173,9 @@ class _Descent:
             self._is_out = True
             self._say(list(better), start, None, n_runs, OUT_OF_RUNS)
             return start
-        gain, _ = self._gain(start, together, but=seeds[0])
+        gain, _ = self._gain(start, together)
         state = GAINED if gain is not None and gain > (self._noise() or 0.0) else WITHIN_NOISE
-        self._say(list(better), start, together, n_runs, state, but=seeds[0])
+        self._say(list(better), start, together, n_runs, state)
         return together if state == GAINED else start
 
     def _made(self, batch: Sequence[At]) -> Generator[list[At], None, bool]:

@@ -142,11 +142,17 @@ def test_scaled_linear(leading: tuple[int, ...]) -> None:
     compare([draw(*leading, 7), draw(11, 7), draw(11)], dy, scaled_linear, lambda x, matrix, s: (x @ matrix.T) * s)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_scaled_swiglu(dtype: torch.dtype) -> None:
-    """Folded or not. Caught: s_u and s_v exchanged, halves exchanged, scales rounded into bf16 weights."""
+TOLERANCES = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+@pytest.mark.parametrize("on", ["a CPU", "a GPU"])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_scaled_swiglu(dtype: torch.dtype, on: str) -> None:
+    """Caught: s_u and s_v exchanged, halves exchanged, a gradient in the wrong dtype. On a GPU u and v are scaled, on a
+    CPU the matrix."""
     torch.manual_seed(0)
     vectors = [draw(24, dtype=torch.promote_types(dtype, torch.float32)) for _ in range(2)]
     arguments, dy = [draw(3, 4, 16, dtype=dtype), draw(48, 16, dtype=dtype), *vectors], draw(3, 4, 24, dtype=dtype)
-    tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
-    compare(arguments, dy.detach(), scaled_swiglu, lambda x, w_uv, *s: swiglu.formula(x @ w_uv.T, *s), tolerance)
+    function = scaled_swiglu if on == "a CPU" else lambda x, w_uv, *s: swiglu(x @ w_uv.T, *s)
+    reference = lambda x, w_uv, *s: swiglu.formula(x @ w_uv.T, *s)  # noqa: E731
+    compare(arguments, dy.detach(), function, reference, TOLERANCES[dtype])

@@ -1,5 +1,6 @@
 """bf16 is for matrix products and activations; vectors, the loss and what the optimizer holds stay fp32."""
 
+import re
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ngpt_train.distributed.layouts import why_precision
 from ngpt_train.kernels.cross_entropy import linear_cross_entropy_forward
 from ngpt_train.kernels.dispatch import chosen
 from ngpt_train.models import build_model
@@ -181,3 +183,21 @@ def test_compiled_bf16_stays_near_over_24_blocks(name: str, kernels: str) -> Non
     assert losses[1] == pytest.approx(losses[0], abs=1e-2)
     assert (logits[1] - logits[0]).norm() < 5e-2 * logits[0].norm()
     assert_near(gradients[1], gradients[0])
+
+
+@pytest.mark.parametrize(
+    ("device", "has", "said"),
+    [
+        ("cuda", {}, "a GPU"),
+        ("cpu", {"avx512_bf16": True}, "train.precision=bf16 may be faster"),
+        ("cpu", {"amx_bf16": False}, "a CPU$"),
+        ("cpu", None, "a CPU$"),
+    ],
+)
+def test_why_auto(device: str, has: dict[str, bool] | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: bf16 recommended where a CPU emulates it; a torch without capabilities that ends the run."""
+    if has is None:
+        monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    else:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has, raising=False)
+    assert re.search(said, why_precision(device))

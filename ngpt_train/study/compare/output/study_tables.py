@@ -19,9 +19,11 @@ def descents(report: Report) -> list[Table]:
     columns += [*((name, NUMBER) for name in names), ("State", TEXT)]
     note = (
         "In order: the learning rate, then each further key with the others fixed, then the rate again, until no key "
-        "gains more than the noise; then the values that alone were better by less than it, at once. Gain: the mean over the shared seeds by which the end loss fell from the first "
+        "gains more than the noise. Gain: the mean over the shared seeds by which the end loss fell from the first "
         "value to the last. Where nothing was gained, To is the best value tried beside it."
     )
+    if any(", " in x["key"] for x in report.get("descent", ())):
+        note += " Several keys: all values at once that alone were better by less than the noise."
     return [Table("descent", "What each key gained", columns, rows, note)] if rows else []
 
 
