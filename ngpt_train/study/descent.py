@@ -170,7 +170,6 @@ class _Descent:
             return start
         together = sorted_values(dict(start) | better)
         if not (yield from self._made([(together, seed) for seed in seeds])):
-            self._is_out = True
             self._say(list(better), start, None, n_runs, OUT_OF_RUNS)
             return start
         gain, _ = self._gain(start, together)
