@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 from ngpt_train.__main__ import VERBS, _run_job, main
-from ngpt_train.config import DataError, read_yaml
+from ngpt_train.config import DataError
 from ngpt_train.config.schema import schema_keys
+from ngpt_train.config.stored import read_yaml
 from ngpt_train.config.yaml_files import GROUPS
 from ngpt_train.models.gpt.keys import GPTConfig
 from tests.processes.runs import arguments

@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from ngpt_train.__main__ import main
-from ngpt_train.config import Config, list_experiments, load_config, to_dict, to_yaml
+from ngpt_train.config import Config, list_experiments, load_config
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.sections.data import is_commit
+from ngpt_train.config.stored import to_dict, to_yaml
 from ngpt_train.models import build_model
 from ngpt_train.verbs.plan import planned_vocabulary
 from tests.properties.architectures import ARCHITECTURES
