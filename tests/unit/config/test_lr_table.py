@@ -15,7 +15,7 @@ from ngpt_train.config.yaml_files import config_dir
 
 A, B = {"tokens": 1e9, "lr": 3.0, "source": "paper A"}, {"tokens": 1e11, "lr": 1.0, "source": "paper B"}
 GUESS = {"tokens": 1e13, "lr": 0.5, "source": "a guess", "extrapolation": True}
-ROW: dict[int, Any] = {64: 7.0, 256: [A, B, GUESS]}
+ROW: dict[int, Any] = {64: [{"lr": 7.0}], 256: [A, B, GUESS]}
 
 
 def found(context: int, tokens: float, row: dict[int, Any] = ROW, steps: int = 100) -> tuple[float, str]:
