@@ -164,27 +164,14 @@ def formula(model: Any) -> int:
         vectors = int(hasattr(model, "s_z") or getattr(model, "masked_head", False))  # s_z, or the head's bias
         fewer = outputs * model.d_model + (model.n_classes - model.vocab_size) * vectors
         return formula(replace(model, n_classes=None)) + fewer
-    if model.name == "composed_encoder_decoder":
-        d, hidden = model.d_model, model.d_mlp
-        assert (model.tied_embeddings, model.shared_source, model.bias, model.positions) == (*[True] * 3, "sinusoidal")
-        attention, mlp, norm = 4 * d * (d + 1), 2 * d * hidden + hidden + d, 2 * d
-        encoder, decoder = attention + mlp + 2 * norm, 2 * attention + mlp + 3 * norm
-        return model.vocab_size * d + model.n_layers * (encoder + decoder) + 2 * norm
-    if model.name != "composed":
-        architecture = f"{model.name}+plain_mlp" if getattr(model, "mlp", "gated") == "plain" else model.name
-        return ARCHITECTURES.get(architecture, ARCHITECTURES[model.name]).n_params(model)
-    d, hidden, n_layers = model.d_model, model.d_mlp, model.n_layers
-    assert (model.mlp, model.bias, model.tied_embeddings) == ("plain", True, True)
-    outside = {"learned": model.context * d, "sinusoidal": 0}[model.positions]
-    outside += (d * d + d + 2 * d + model.vocab_size) * model.masked_head
-    vectors = {"rms": 1, "layer_no_bias": 1, "layer_no_gain": 1, "layer_plain": 0}.get(model.norm, 2)
-    norms = 2 + (model.attn_norm_placement == "peri") + (model.mlp_norm_placement == "peri")
-    block = 4 * d * (d + 1) + d * hidden + hidden + hidden * d + d + norms * vectors * d
-    block += {"none": 0, "norm": vectors * hidden, "gain": hidden}[model.ffn_norm]
-    block += model.n_heads * (model.head_scale == "before") + d * {"mlp": 1, "both": 2}.get(model.res_scale, 0)
-    block += 2 * d * (model.layer_scale is not None)
-    final = 0 if model.norm_placement == "post" else vectors * d
-    return model.vocab_size * d + outside + n_layers * block + final
+    architecture = f"{model.name}+plain_mlp" if getattr(model, "mlp", "gated") == "plain" else model.name
+    found = ARCHITECTURES.get(architecture, ARCHITECTURES[model.name]).n_params(model)
+    d, vocabulary = model.d_model, model.vocab_size
+    if getattr(model, "shared_source", False):  # one embedding for both sides
+        found -= vocabulary * d
+    if getattr(model, "masked_head", False):  # RoBERTa's: a matrix and its bias, a LayerNorm, a bias of the logits
+        found += d * d + d + 2 * d + vocabulary
+    return found
 
 
 @pytest.mark.parametrize("name", [name[6:] for name in NAMES])
