@@ -26,9 +26,8 @@ from ngpt_train.verbs.plan import planned_vocabulary
 from tests.properties.architectures import ARCHITECTURES
 from tests.unit.data.test_hub import known_to
 
-pytestmark = (
-    pytest.mark.slow
-)  # all rows are composed; tests/processes/test_paper_experiments.py trains one of each table
+# All rows are composed; tests/processes/test_paper_experiments.py trains one of each table.
+pytestmark = pytest.mark.slow
 
 NAMES = [name for name in list_experiments() if name.startswith("paper/")]
 ROWS = {
@@ -256,10 +255,8 @@ def test_ngpt_ablations() -> None:
 def test_ngpt_appendix() -> None:
     """A.2 and A.3 in A.8's setting; figure 14's default, 52 billion tokens at 2e-3, and its other contexts and size."""
     table = of("ngpt_appendix")
-    assert [(c.model.alpha_sign, c.model.update) for c in table.values()][:2] == [
-        ("free", "lerp"),
-        ("positive", "riemannian"),
-    ]
+    first_two = [(config.model.alpha_sign, config.model.update) for config in table.values()][:2]
+    assert first_two == [("free", "lerp"), ("positive", "riemannian")]
     for row, config in table.items():
         assert config.train.steps * tokens_per_step(config) == 52_428_800_000
         assert config.optim.lr == (2e-3 if row.startswith("figure14") else 1e-3)
@@ -356,11 +353,8 @@ def test_normformer_table_3() -> None:
         assert (dropout(config), text_of(config)) == (DROPOUT, (*NORMFORMER_TEXT[:3], 50_265))
         more = model.placement_of("attn"), model.placement_of("mlp"), model.ffn_norm, model.head_scale, model.res_scale
         res_scale = "mlp" if row.endswith("res_scale") else "none"
-        assert more == (
-            ("pre", "pre", "none", "none", "none")
-            if row == "baseline"
-            else ("peri", "pre", "norm", "before", res_scale)
-        )
+        ours = ("peri", "pre", "norm", "before", res_scale)
+        assert more == (("pre", "pre", "none", "none", "none") if row == "baseline" else ours)
 
 
 def test_normformer_table_3_glue() -> None:
@@ -518,10 +512,8 @@ def test_normformer_figures() -> None:
     """Figure 3's three arms; figure 5's ramp of 5e-5 a step."""
     for row, config in of("normformer_figure3").items():
         model = config.model
-        assert (model.norm_placement == "post", model.attn_norm_placement == "peri") == (
-            row == "post_ln",
-            row == "normformer",
-        )
+        assert (model.norm_placement == "post") == (row == "post_ln")
+        assert (model.attn_norm_placement == "peri") == (row == "normformer")
         assert (text_of(config), optimizer(config)) == (NORMFORMER_TEXT, NORMFORMER_OPTIMIZER)
         assert (config.optim.lr, config.train.steps, config.schedule.warmup_steps) == (3e-3, 100_000, 500)
         assert (model.context, tokens_per_step(config), dropout(config)) == (1024, 524_288, NO_DROPOUT)
@@ -580,12 +572,8 @@ def test_powernorm_table_1() -> None:
         small, model = text == "iwslt14", config.model
         sizes = (6, 512, 4, 1024) if small else (6, 1024, 16, 4096)
         assert (model.n_layers, model.d_model, model.n_heads, model.d_mlp) == sizes
-        assert (model.n_encoder_layers, model.norm_placement, model.mlp, model.activation) == (
-            6,
-            "pre",
-            "plain",
-            "relu",
-        )
+        assert (model.n_encoder_layers, model.norm_placement) == (6, "pre")
+        assert (model.mlp, model.activation) == ("plain", "relu")
         assert (model.norm, model.decoder_norm) == (norm, "layer")
         assert model.group_scaling == (0 if norm == "layer" else model.n_heads)
         assert model.psi_warmup_steps == (8000 if norm == "pn" else 0)
@@ -663,10 +651,8 @@ def test_engpt() -> None:
         assert (config.optim.lr, config.train.rows_per_step, config.schedule.warmup_steps) == (3e-3, 256, 6817)
         assert (optimizer(config), dropout(config)) == ((0.9, 0.95, 0, 0.72, "cosine", 0), NO_DROPOUT)
         assert (model.rope_base, model.update_attn) == (1e6, "lerp")
-        assert (model.norm_eps == 1e-5, model.constraint == "parametrization") == (
-            row != "no_norm_eps",
-            row != "projection",
-        )
+        assert (model.norm_eps == 1e-5) == (row != "no_norm_eps")
+        assert (model.constraint == "parametrization") == (row != "projection")
         slerp = (model.update_mlp, model.alpha_mlp.kind, model.alpha_mlp.init)
         assert slerp == (("lerp", "vector", 0.05) if row == "lerp_mlp" else ("slerp", "fixed", 0.5))
         shared = (model.s_qk.shared, model.s_qk.scale)
