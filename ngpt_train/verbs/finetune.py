@@ -1,5 +1,6 @@
 """`finetune`: trains the model of another run on a task with labels, docs/objectives.md."""
 
+import importlib
 from collections.abc import Sequence
 
 from ngpt_train.config.arguments import name_of
@@ -21,6 +22,5 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     if config.data.label_field is None:
         fix = "Choose task=NAME, or set data.label_field, data.text_field and data.labels"
         raise mistake("finetune: data.label_field=null: there are no labels to answer", fix)
-    from ngpt_train.verbs import train  # not before the arguments are known to be right
-
-    return train.main(config, overrides)
+    train = importlib.import_module("ngpt_train.verbs.train")
+    return int(train.main(config, overrides))
