@@ -15,9 +15,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.common import WALL, Entry, Run, interleaved, main
 from ngpt_train.config import load_config
@@ -42,7 +42,7 @@ def bench(overrides: Sequence[str]) -> Iterator[Entry]:
         checkpoints = Checkpoints(Path(directory), state.world, 1, None, config.checkpoint.checksum)
         beside = Path(directory, "beside.pt")
         tensors = {"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()}
-        size = float(sum(tensor.nbytes for tensor in tensors_in(tensors)))
+        size = float(sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor)))
 
         def save() -> Path:
             return checkpoints.save(state, {}, lambda _: None)
@@ -111,15 +111,6 @@ def returning(size: float, function: Callable[[], object]) -> Run:
         return size
 
     return run
-
-
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors among the values of nested dicts."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from tensors_in(value)
 
 
 if __name__ == "__main__":

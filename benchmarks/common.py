@@ -4,17 +4,14 @@ each result is a line and, with `--out FILE`, JSON. It needs torch alone."""
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +21,7 @@ from ngpt_train.config.places import check_file
 from ngpt_train.core.checkout import git_commit
 from ngpt_train.core.files import write_json
 from ngpt_train.kernels.check.formula_comparison import seconds_on_gpu
+from ngpt_train.kernels.check.kernel_findings import nvidia_smi, triton_version
 from ngpt_train.models import Decoder
 from ngpt_train.observe.meters import peak_flops
 
@@ -196,21 +194,15 @@ def facts() -> dict[str, str]:
     found["commit"] = git_commit() or "unknown"
     if torch.cuda.is_available():
         found |= {"device": torch.cuda.get_device_name(), "cudnn": str(torch.backends.cudnn.version())}
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired, IndexError):
-            said = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
-            found["driver"] = said.stdout.split()[0]
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found["triton"] = metadata.version("triton")
+        if driver := nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader", "--id=0").strip():
+            found["driver"] = driver
+        if (triton := triton_version()) is not None:
+            found["triton"] = triton
     return found
 
 
 def main(
-    doc: str | None,
-    bench: Callable[..., Iterable[Result]],
-    head: str = HEAD,
-    overrides: bool = True,
-    **options: str,
+    doc: str | None, bench: Callable[..., Iterable[Result]], head: str = HEAD, overrides: bool = True, **options: str
 ) -> int:
     """Runs `bench`, prints each result as it is measured, and writes all to the file of `--out`; returns the exit code.
 

@@ -8,7 +8,6 @@ embedded corpus, written as parquet files into a temporary directory.
 
 from __future__ import annotations
 
-import itertools
 import os
 import statistics
 import sys
@@ -92,8 +91,7 @@ def batches_of(config: Config) -> Callable[[float], float]:
 
     Each call goes on where the last one stopped.
     """
-    data = open_dataset(config)
-    loader = TrainLoader(reader_of(data, config), BATCH_ROWS, BATCH_ROWS)
+    loader = batches_from(config)
 
     def read(n_tokens: float) -> float:
         done = 0
@@ -170,7 +168,7 @@ def plain_encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
 def reading(config: Config) -> Iterator[Entry]:
     """Reading prepared shards beside nanoGPT's reader on the first of them, in tokens/s."""
     read = batches_of(config)
-    [shard] = itertools.islice(sorted(Path(str(config.data.path)).glob("train-*.bin")), 1)
+    shard = min(Path(str(config.data.path)).glob("train-*.bin"))
     ids = np.memmap(shard, "<u2" if open_dataset(config).tokenizer.vocab_size <= 1 << 16 else "<u4", mode="r")
     generator = np.random.default_rng(0)
     context = config.model.context

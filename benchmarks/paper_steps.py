@@ -55,6 +55,7 @@ LOSS_TOLERANCE = 1e-2  # nats per token, between two ways to compute a loss
 
 # d_model, n_layers, n_heads, d_mlp, vocabulary
 SIZES = {
+    "125m": (768, 12, 12, 2048, 32_000),
     "0.5b": (1024, 24, 16, 4096, 32_000),
     "1b": (1280, 36, 20, 5120, 32_000),
     "debug": (64, 2, 2, 256, 512),

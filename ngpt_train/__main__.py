@@ -31,6 +31,7 @@ from ngpt_train.config.arguments import (
     arguments_of,
     check_arguments,
     check_verb,
+    name_of,
     put_directories,
     without_directories,
 )
@@ -246,7 +247,7 @@ def _multirun(verb: str, line: CommandLine) -> int:
         config = load_config(_whole(verb, overrides), line.config_dir)
         config.run.name = f"{config.run.name}/{number}"
         check(config)
-        others = [argument for argument in overrides if argument.partition("=")[0].strip() != "run.name"]
+        others = [argument for argument in overrides if name_of(argument) != "run.name"]
         jobs.append([*others, f"run.name={config.run.name}"])
         configs.append(config)
     if line.print_config:

@@ -37,9 +37,9 @@ class Job:
                 found |= {int(value[5:]): pid for value in values if value.startswith(b"RANK=")}
         return [found[rank] for rank in sorted(found)]
 
-    def wait_until(self, happened: Callable[[], bool], seconds: float = START_SECONDS) -> bool:
-        """Whether it happened, before the job ended and within so many seconds."""
-        deadline = time.monotonic() + seconds
+    def wait_until(self, happened: Callable[[], bool]) -> bool:
+        """Whether it happened, before the job ended and within START_SECONDS."""
+        deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and self.process.poll() is None:
             if happened():
                 return True
@@ -115,59 +115,26 @@ def moment(job: Job, chance: random.Random) -> str:
     return f"{1000 * delay:.0f} ms after step {step}"
 
 
-def kill_one_rank(job: Job, chance: random.Random) -> str:
-    when, ranks = moment(job, chance), job.ranks()
-    if ranks:
-        job.signal([chance.choice(ranks)], signal.SIGKILL)
-    return when
-
-
-def kill_all_ranks(job: Job, chance: random.Random) -> str:
-    when = moment(job, chance)
-    job.signal(job.ranks(), signal.SIGKILL)
-    return when
-
-
-def kill_torchrun(job: Job, chance: random.Random) -> str:
-    when = moment(job, chance)
-    job.signal([job.process.pid], signal.SIGKILL)
-    return when
-
-
-def kill_everything(job: Job, chance: random.Random) -> str:
-    when = moment(job, chance)
-    job.signal([job.process.pid, *job.ranks()], signal.SIGKILL)
-    return when
-
-
-def kill_all_in_a_save(job: Job, chance: random.Random) -> str:
+def in_a_save(job: Job, chance: random.Random) -> str:
+    """Waits for a random moment of a random save."""
     number = chance.randint(1, STEPS // SAVE_EVERY - 1)
     job.in_a_save(number)
     delay = chance.expovariate(1 / 0.02)
     time.sleep(delay)
-    job.signal([job.process.pid, *job.ranks()], signal.SIGKILL)
     return f"{1000 * delay:.0f} ms into save {number}"
 
 
-def kill_one_in_a_save(job: Job, chance: random.Random) -> str:
-    number = chance.randint(1, STEPS // SAVE_EVERY - 1)
-    job.in_a_save(number)
-    delay = chance.expovariate(1 / 0.02)
-    time.sleep(delay)
-    if ranks := job.ranks():
-        job.signal([chance.choice(ranks)], signal.SIGKILL)
-    return f"{1000 * delay:.0f} ms into save {number}"
+def send(number: signal.Signals, to: str, when: Fault = moment) -> Fault:
+    """Sends a signal to torchrun, to one rank, to all ranks, or to everything."""
 
+    def strike(job: Job, chance: random.Random) -> str:
+        said, torchrun, ranks = when(job, chance), [job.process.pid], job.ranks()
+        one = [chance.choice(ranks)] if ranks else []
+        pids = {"torchrun": torchrun, "one rank": one, "all ranks": ranks, "everything": torchrun + ranks}[to]
+        job.signal(pids, number)
+        return said
 
-def polite(number: signal.Signals, to_torchrun: bool) -> Fault:
-    def send(job: Job, chance: random.Random) -> str:
-        when = moment(job, chance)
-        pids = [job.process.pid] if to_torchrun else job.ranks()
-        if pids:
-            job.signal([chance.choice(pids)], number)
-        return when
-
-    return send
+    return strike
 
 
 def stop_one_rank(job: Job, chance: random.Random) -> str:
@@ -274,16 +241,16 @@ def cut_the_metrics(checkpoint: Path, chance: random.Random) -> str:
 
 
 FAULTS: dict[str, Fault] = {
-    "kill_one_rank": kill_one_rank,
-    "kill_all_ranks": kill_all_ranks,
-    "kill_torchrun": kill_torchrun,
-    "kill_everything": kill_everything,
-    "kill_all_in_a_save": kill_all_in_a_save,
-    "kill_one_in_a_save": kill_one_in_a_save,
-    "sigterm_to_torchrun": polite(signal.SIGTERM, to_torchrun=True),
-    "sigterm_to_a_rank": polite(signal.SIGTERM, to_torchrun=False),
-    "sigusr1_to_a_rank": polite(signal.SIGUSR1, to_torchrun=False),
-    "sighup_to_torchrun": polite(signal.SIGHUP, to_torchrun=True),
+    "kill_one_rank": send(signal.SIGKILL, "one rank"),
+    "kill_all_ranks": send(signal.SIGKILL, "all ranks"),
+    "kill_torchrun": send(signal.SIGKILL, "torchrun"),
+    "kill_everything": send(signal.SIGKILL, "everything"),
+    "kill_all_in_a_save": send(signal.SIGKILL, "everything", in_a_save),
+    "kill_one_in_a_save": send(signal.SIGKILL, "one rank", in_a_save),
+    "sigterm_to_torchrun": send(signal.SIGTERM, "torchrun"),
+    "sigterm_to_a_rank": send(signal.SIGTERM, "one rank"),
+    "sigusr1_to_a_rank": send(signal.SIGUSR1, "one rank"),
+    "sighup_to_torchrun": send(signal.SIGHUP, "torchrun"),
     "stop_one_rank": stop_one_rank,
     "pause_one_rank": pause_one_rank,
     "kill_a_data_worker": kill_a_data_worker,

@@ -32,58 +32,46 @@ SCALES = {
 AT_ONCE = 4  # broken copies that are checked at once on a GPU
 KERNELS = ["sphere_step", "swiglu", "rotary", "linear_cross_entropy", "adam"]  # of nGPT, all there are
 
-# A defect: the kernel that must be off, its file in kernels/gpu, a text, and what stands in its place.
-DEFECTS: dict[str, tuple[str, str, str, str]] = {
-    "wrong value of swiglu": ("swiglu", "swiglu", "u * v * tl.sigmoid(v)", "u * v * tl.sigmoid(1.2 * v)"),
-    "wrong gradient of sphere_step": (
-        "sphere_step",
-        "sphere_step",
-        "dalpha += du * away",
-        "dalpha += 1.01 * du * away",
-    ),
+# A defect: the kernel that must be off, a text of its file in kernels/gpu, and what stands in its place.
+Defect = tuple[str, str, str]
+DEFECTS: dict[str, Defect] = {
+    "wrong value of swiglu": ("swiglu", "u * v * tl.sigmoid(v)", "u * v * tl.sigmoid(1.2 * v)"),
+    "wrong gradient of sphere_step": ("sphere_step", "dalpha += du * away", "dalpha += 1.01 * du * away"),
     "unwritten rows of rotary": (
-        "rotary",
         "rotary",
         "for token in range(tl.program_id(1), N, tl.num_programs(1)):",
         "for token in range(tl.program_id(1), N - 1, tl.num_programs(1)):",
     ),
-    "wrong moment of adam": ("adam", "adam", "m += share1 * (g - m)", "m += 1.001 * share1 * (g - m)"),
+    "wrong moment of adam": ("adam", "m += share1 * (g - m)", "m += 1.001 * share1 * (g - m)"),
     "unwritten losses of linear_cross_entropy": (
         "linear_cross_entropy",
-        "cross_entropy",
         "tl.store(losses_ptr + row, tl.where(counts, loss, 0.0))",
         "tl.store(losses_ptr + row, tl.where(counts, loss, 0.0), mask=row % 7 != 3)",
     ),
-    "swiglu does not compile": ("swiglu", "swiglu", "u * v * tl.sigmoid(v)", "u * v * tl.no_such_function(v)"),
+    "swiglu does not compile": ("swiglu", "u * v * tl.sigmoid(v)", "u * v * tl.no_such_function(v)"),
+    # In the function that launches: the process itself ends, or never does.
+    "the process dies in linear_cross_entropy": (
+        "linear_cross_entropy",
+        "    n_rows, n_vocab = logits.shape\n",
+        "    n_rows, n_vocab = logits.shape\n    import os\n    os.kill(os.getpid(), 9)\n",
+    ),
+    "adam hangs": (
+        "adam",
+        "    rows_each, columns, num_warps = geometry(d)\n",
+        "    rows_each, columns, num_warps = geometry(d)\n    import time\n    time.sleep(1000)\n",
+    ),
 }
 # What a CPU cannot play.
-ON_GPU: dict[str, tuple[str, str, str, str]] = {
+ON_GPU: dict[str, Defect] = {
     "sphere_step writes outside of its memory": (
-        "sphere_step",
         "sphere_step",
         "tl.store(r_x_ptr + row, r_x)",
         "tl.store(r_x_ptr + row + (1 << 40), r_x)",
     ),
     "a device assertion in rotary": (
         "rotary",
-        "rotary",
         "        x = x_ptr + batch * x_batch + place * x_token\n",
         "        tl.device_assert(place < 0, 'on purpose')\n        x = x_ptr + batch * x_batch + place * x_token\n",
-    ),
-}
-# In the function that launches: the process itself ends, or never does.
-IN_PYTHON: dict[str, tuple[str, str, str, str]] = {
-    "the process dies in linear_cross_entropy": (
-        "linear_cross_entropy",
-        "cross_entropy",
-        "    n_rows, n_vocab = logits.shape\n",
-        "    n_rows, n_vocab = logits.shape\n    import os\n    os.kill(os.getpid(), 9)\n",
-    ),
-    "adam hangs": (
-        "adam",
-        "adam",
-        "    rows_each, columns, num_warps = geometry(d)\n",
-        "    rows_each, columns, num_warps = geometry(d)\n    import time\n    time.sleep(1000)\n",
     ),
 }
 
@@ -104,7 +92,7 @@ def main() -> int:
         for scale in scales:
             for model in ("ngpt", "gpt"):
                 failed += table(arguments.device, model, scale, Path(directory, "cache"))
-        defects = DEFECTS | IN_PYTHON | (ON_GPU if arguments.device == "cuda" else {})
+        defects = DEFECTS | (ON_GPU if arguments.device == "cuda" else {})
         with ThreadPoolExecutor(AT_ONCE if arguments.device == "cuda" else 1) as pool:
             places = [Path(directory, name.replace(" ", "_")) for name in defects]
             jobs = [
@@ -158,15 +146,13 @@ def table(device: str, model: str, scale: str, cache: Path) -> list[str]:
     return problems
 
 
-def broken(
-    device: str, name: str, defect: tuple[str, str, str, str], scale: str, directory: Path
-) -> tuple[str, list[str]]:
+def broken(device: str, name: str, defect: Defect, scale: str, directory: Path) -> tuple[str, list[str]]:
     """Breaks a copy of this code and checks there: lines to print, and the problems, a defect that is not noticed."""
-    kernel, file, old, new = defect
+    kernel, old, new = defect
     shutil.copytree(ROOT / "ngpt_train", directory / "ngpt_train", ignore=shutil.ignore_patterns("__pycache__"))
     (directory / "scripts").mkdir()
     shutil.copy(Path(__file__), directory / "scripts")
-    path = directory / "ngpt_train/kernels/gpu" / f"{file}.py"
+    path = directory / f"ngpt_train/kernels/gpu/{kernel.removeprefix('linear_')}.py"
     source = path.read_text()
     if old not in source:
         return "", [f"{name}: {path.name} has no `{old.strip()}`"]
@@ -188,17 +174,8 @@ def contact(
     root: Path, device: str, model: str, scale: str, choose: str, cache: Path, variables: dict[str, str] | None = None
 ) -> tuple[dict[str, Any], float]:
     """What the check of the code in `root` finds, in a process of its own, and its seconds there."""
-    command = [
-        sys.executable,
-        root / "scripts/first_contact.py",
-        "--device",
-        device,
-        "--check",
-        model,
-        scale,
-        choose,
-        cache,
-    ]
+    check = ["--device", device, "--check", model, scale, choose, cache]
+    command = [sys.executable, root / "scripts/first_contact.py", *check]
     found = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | (variables or {}))
     if found.returncode:
         raise RuntimeError(f"{' '.join(map(str, command))} failed:\n{found.stdout}{found.stderr}")

@@ -21,20 +21,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # from a checkout, without installing
 
-from benchmarks.paper_steps import drawn_on
-from ngpt_train.config.model_keys import ModelConfig
+from benchmarks.paper_steps import SIZES, drawn_on, make_config
 from ngpt_train.config.schema import Config
 from ngpt_train.models import build_model
-from ngpt_train.models.gpt.keys import GPTConfig
-from ngpt_train.models.ngpt.keys import NGPTConfig
 from ngpt_train.report.memory import Layout, memory_per_rank
 from ngpt_train.study.random_steps import tokens_of
 from ngpt_train.training import build_state, train_step
 
-# (d_model, n_layers, n_heads, d_mlp)
-SCALES = {"125m": (768, 12, 12, 2048), "0.5b": (1024, 24, 16, 4096), "debug": (64, 2, 2, 256)}
-CONTEXT, VOCABULARY = 1024, 32_000
-MODELS: dict[str, type[ModelConfig]] = {"gpt": GPTConfig, "ngpt": NGPTConfig}
+CONTEXT = 1024
+MODELS = ("gpt", "ngpt")
 KINDS = ("none", "selective", "full")
 GIB = 2**30
 
@@ -67,23 +62,10 @@ def cases() -> Iterator[Case]:
 
 
 def config_of(case: Case, arguments: argparse.Namespace) -> Config:
-    d_model, n_layers, n_heads, d_mlp = SCALES[arguments.scale or case.scale]
-    model = MODELS[case.model](
-        name=case.model,
-        vocab_size=VOCABULARY,
-        d_model=d_model,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        d_mlp=d_mlp,
-        context=CONTEXT,
-    )
-    config = Config(model=model)
-    config.train.device, config.train.precision = arguments.device, "bf16"
-    config.train.steps, config.train.batch_rows = 100, arguments.rows * case.micro_batches
+    config = make_config(case.model, f"{arguments.scale or case.scale}:{CONTEXT}", arguments.device)
+    config.train.precision, config.train.batch_rows = "bf16", arguments.rows * case.micro_batches
     config.train.micro_rows, config.train.compile = arguments.rows, case.compiled
     config.train.activation_checkpointing, config.parallel.kind = case.recompute, case.layout
-    config.optim.lr, config.optim.weight_decay, config.schedule.warmup_steps = 1e-3, 0.0, 0
-    config.optim.name = "adam" if case.model == "ngpt" else "adamw"
     return config
 
 
@@ -123,7 +105,7 @@ def main() -> None:
     parser.add_argument("--out", help="JSON file for all cases, with every item of the prediction")
     parser.add_argument("--rows", type=int, default=8, help="rows of a micro batch")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--scale", choices=list(SCALES), help="one scale for all cases, to try the script")
+    parser.add_argument("--scale", choices=list(SIZES), help="one scale for all cases, to try the script")
     arguments = parser.parse_args()
     started, found, left_out = time.monotonic(), [], []
     print(

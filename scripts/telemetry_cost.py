@@ -9,10 +9,9 @@ import statistics
 import sys
 import time
 
-import torch
-
 from ngpt_train.config import load_config
 from ngpt_train.observe.telemetry.collector import Telemetry
+from ngpt_train.study.random_steps import tokens_of
 from ngpt_train.training import build_state, train_step
 from ngpt_train.training.step import NOBODY
 
@@ -23,10 +22,7 @@ def main(model: str, scale: str, *overrides: str) -> None:
     given = [f"model={model}", f"scale={scale}", "train.device=cpu", f"model.vocab_size={VOCABULARY}", *overrides]
     config = load_config(given)
     state = build_state(config)
-    rows, context = config.train.rows_per_step, config.model.context
-    ids = torch.randint(VOCABULARY, (rows, context + 1), generator=torch.Generator().manual_seed(0))
-    parts = (ids[:, :-1].split(state.micro_rows), ids[:, 1:].split(state.micro_rows))
-    micro_batches = list(zip(*parts, strict=True))
+    micro_batches = tokens_of(state)
     telemetry = Telemetry(state)
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for step in range(WARMUP + STEPS):
@@ -39,7 +35,8 @@ def main(model: str, scale: str, *overrides: str) -> None:
     plain, observed_step = (statistics.median(seconds[observed]) for observed in (False, True))
     more = observed_step / plain - 1
     print(
-        f"{' '.join(given)}: {state.model.n_params():,} parameters, {rows} rows of {context}: {plain:.3f} s, observed "
+        f"{' '.join(given)}: {state.model.n_params():,} parameters, {config.train.batch_rows} rows of "
+        f"{config.model.context}: {plain:.3f} s, observed "
         f"{observed_step:.3f} s; every 100 steps {more / 100:.2%}, every 10 {more / 10:.2%}"
     )
 

@@ -6,25 +6,8 @@ OmegaConf, and import them when something is composed.
 """
 
 from ngpt_train.config.compose import load_config
-from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.config.schema import Config, check
-from ngpt_train.config.stored import check_resume, read_yaml, redact, to_dict, to_yaml, write_yaml
-from ngpt_train.config.yaml_files import config_dir, list_experiments
+from ngpt_train.config.schema import Config
+from ngpt_train.config.yaml_files import list_experiments
 from ngpt_train.core.errors import ConfigError, DataError
 
-__all__ = [
-    "Config",
-    "ConfigError",
-    "DataError",
-    "ModelConfig",
-    "check",
-    "check_resume",
-    "config_dir",
-    "list_experiments",
-    "load_config",
-    "read_yaml",
-    "redact",
-    "to_dict",
-    "to_yaml",
-    "write_yaml",
-]
+__all__ = ["Config", "ConfigError", "DataError", "list_experiments", "load_config"]

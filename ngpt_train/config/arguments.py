@@ -25,8 +25,13 @@ WRITE_DIRECTORIES = ("transfer", "analyze", "probe")
 CHECK_THEMSELVES = ("compare", "export", "import")
 
 
+def name_of(argument: str) -> str:
+    """The group or key in an argument."""
+    return argument.partition("=")[0].strip()
+
+
 def is_of_study(argument: str) -> bool:
-    return argument.partition("=")[0].strip().partition(".")[0] in STUDY_SECTIONS
+    return name_of(argument).partition(".")[0] in STUDY_SECTIONS
 
 
 def arguments_of(verb: str, overrides: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from ngpt_train.config.architectures import all_keys
-from ngpt_train.config.arguments import is_of_study
+from ngpt_train.config.arguments import is_of_study, name_of
 from ngpt_train.config.sections.studies import StudyConfig
 from ngpt_train.config.validate import check_leaf, did_you_mean, mistake, nearest, show, unknown_key
 from ngpt_train.config.yaml_files import Files, parse_row
@@ -102,11 +102,6 @@ def config_dir_of(options: Sequence[str]) -> str | None:
     """The directory in `--config-dir DIR`."""
     found = [value for option, value in pairwise(options) if option == "--config-dir"]
     return found[-1] if found else None
-
-
-def name_of(argument: str) -> str:
-    """The group or key in an argument."""
-    return argument.partition("=")[0].strip()
 
 
 def merged(*lists: Iterable[str]) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ngpt_train.config.arguments import name_of
 from ngpt_train.config.places import make_directory
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.studies import CompareConfig
@@ -19,7 +20,6 @@ from ngpt_train.study.compare.comparison import check_out, choose_arms, make_rep
 from ngpt_train.study.compare.given_runs import gather
 from ngpt_train.study.compare.output.document import console
 from ngpt_train.study.compare.runs import Run
-from ngpt_train.study.definition import name_of
 
 logger = logging.getLogger(__name__)
 

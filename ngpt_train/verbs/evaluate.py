@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ngpt_train.config.arguments import name_of
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.places import check_beside
 from ngpt_train.config.schema import Config
@@ -242,8 +243,7 @@ def check_lengths(config: Config, model: ModelConfig, overrides: Sequence[str]) 
             raise mistake(f"{named}: {problem}", f"Leave {context} out")
     if set(length.rope) != {"none"} and not model.uses_rope:
         raise mistake(f"evaluate.length.rope={show(length.rope)}: the model has no RoPE", "Leave it out")
-    chosen = {override.partition("=")[0].strip() for override in overrides}
-    if not chosen & {"data", "data.kind", "data.path"} or config.data.kind in ("tokens", "mixture"):
+    if not {*map(name_of, overrides)} & {"data", "data.kind", "data.path"} or config.data.kind in ("tokens", "mixture"):
         problem = f"{named}: whole documents are read, and no text is named"
         raise mistake(problem, "For example data=local data.path=books.jsonl, or data=hf data.repo=emozilla/pg19-test")
 
@@ -278,7 +278,7 @@ def described(restored: Restored) -> str:
 def combine(config: Config, of_run: Config, overrides: Sequence[str]) -> Config:
     """`config` with the model of the run, and with its text, rows and contexts where `overrides` name no others. Raises
     DataError where the run names a text that is not known to be ours."""
-    overridden = {override.split("=")[0].strip() for override in overrides}  # names of keys and groups
+    overridden = {*map(name_of, overrides)}
     # Each of these names other text. Any other key of data.* changes how the run's own text is read.
     other_text = overridden & {"data", "data.kind", "data.path", "experiment"}
     if other_text and ("experiment" in other_text or not is_text_of(config, of_run)):

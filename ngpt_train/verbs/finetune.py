@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Sequence
 
+from ngpt_train.config.arguments import name_of
 from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import mistake
 from ngpt_train.training.checkpoint.taken_over import with_trained_model
@@ -10,7 +11,7 @@ from ngpt_train.training.checkpoint.taken_over import with_trained_model
 
 def arguments(overrides: Sequence[str]) -> list[str]:
     """The arguments of `train`. Raises ConfigError without run.init_from, DataError without a checkpoint there."""
-    if not any(override.partition("=")[0].strip() == "run.init_from" for override in overrides):
+    if "run.init_from" not in map(name_of, overrides):
         problem = "finetune: run.init_from names no trained model"
         raise mistake(problem, "For example: ngpt-train finetune run.init_from=runs/NAME task=rte")
     return with_trained_model(overrides)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from ngpt_train.config.arguments import name_of
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.verbs import GenerateConfig
 from ngpt_train.config.validate import mistake
@@ -43,7 +44,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     translates = trained.config.model.objective == "translation"
     if not translates and (problem := trained.config.model.refuses_text()):
         raise mistake(f"generate.checkpoint={wanted.checkpoint}: {problem}", "Choose a causal model's checkpoint")
-    given = {override.partition("=")[0].strip() for override in overrides if override.startswith("generate.")}
+    given = {name for name in map(name_of, overrides) if name.startswith("generate.")}
     if idle := sorted(given - OF_TRANSLATIONS if translates else given & OF_BEAMS):
         what = "translates, by beam search" if translates else "continues texts, by sampling"
         raise mistake(f"{', '.join(idle)}: without an effect, the model {what}", "Leave it out")

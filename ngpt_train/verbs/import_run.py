@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from ngpt_train.config.arguments import name_of
 from ngpt_train.config.places import check_free
 from ngpt_train.config.schema import Config
 from ngpt_train.interop.importing import read_model, write_run
@@ -21,7 +22,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     assert own.out is not None
     out = Path(own.out).expanduser()
     check_free("import.out", out)
-    sections = [override.partition("=")[0].strip().partition(".")[0] for override in overrides]
+    sections = [name_of(override).partition(".")[0] for override in overrides]
     if unused := sorted(set(sections) - {"import", "tokenizer"}):
         logger.info("import makes no use of %s", ", ".join(unused))
     imported = read_model(own.source, own.revision, config.tokenizer if "tokenizer" in sections else None)

@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config.arguments import is_of_study
+from ngpt_train.config.arguments import is_of_study, name_of
 from ngpt_train.config.compose import load_config
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.studies import StudyConfig, TransferConfig
 from ngpt_train.config.validate import mistake, show
 from ngpt_train.core.secrets import command_of
-from ngpt_train.study.definition import Study, config_dir_of, merged, name_of, read_study
+from ngpt_train.study.definition import Study, config_dir_of, merged, read_study
 from ngpt_train.study.drift import Optima, axes_of, read_optima
 from ngpt_train.study.points import Point, Result
 from ngpt_train.study.runner import ended, make

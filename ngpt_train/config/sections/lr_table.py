@@ -37,14 +37,14 @@ def found_for(row: Mapping[int, Any], optimizer: str) -> dict[int, Any]:
 
 def look_up(row: Mapping[int, Any], model: str, context: int, run: Mapping[str, int]) -> tuple[float, str]:
     """The learning rate of one scale for a run of `model` at `context`, whose tokens and steps are `run`; and in words
-    where it is from.
+    where it is from. row: of `found_for`.
 
     Of the contexts the longest within the run's counts, else the shortest there is; of its entries the one whose budget
     is nearest by its logarithm, of two as near the larger. An entry for another context or architecture, or for budgets
     further than NEAR from the run's, is an extrapolation, as is one that says so.
     """
     nearest = max((each for each in row if each <= context), default=min(row))
-    entries = row[nearest] if isinstance(row[nearest], list) else [{"lr": row[nearest]}]
+    entries = row[nearest]
     entry = min(entries, key=lambda entry: (round(_distance(entry, run), 6), -_budget(entry)[1]))
     beyond = all(_distance(entry, run) > math.log(NEAR) for entry in entries) and not _between(entries, run)
     elsewhere = nearest != context or beyond

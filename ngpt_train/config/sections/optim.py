@@ -120,10 +120,7 @@ class OptimConfig:
         maximum=3.2,
     )
     weight_decay: float = key(
-        0.1,
-        "Decoupled weight decay of the matrices; nGPT, adamh and muonh take only 0.",
-        minimum=0,
-        maximum=1000,
+        0.1, "Decoupled weight decay of the matrices; nGPT, adamh and muonh take only 0.", minimum=0, maximum=1000
     )
     z_loss: float = key(
         0.0,

@@ -135,7 +135,6 @@ class CheckpointConfig:
         "Copy the state in memory and write the checkpoint beside training. auto: where half of the host's free memory "
         "holds the copies of its ranks.",
         named="async",
-        choices=(AUTO,),
     )
     checksum: str = key(
         "xxh3",

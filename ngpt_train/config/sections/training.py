@@ -129,7 +129,7 @@ class TrainConfig:
         "fp16 trains with a dynamic loss scale.",
         choices=(AUTO, "fp32", "bf16", "fp16"),
     )
-    compile: BoolOrAuto = key(AUTO, "torch.compile each block; auto: on GPUs only.", choices=(AUTO,))
+    compile: BoolOrAuto = key(AUTO, "torch.compile each block; auto: on GPUs only.")
     cuda_graphs: bool = key(
         False,
         "Record each compiled block as a CUDA graph, which is launched as one: for models so small that the GPU waits "
@@ -284,11 +284,8 @@ class ParallelConfig:
             problem = f"one process, but there are {world_size} ranks"
             yield "parallel.kind", problem, "Set parallel=auto, ddp, fsdp or hsdp, or use one rank"
         if isinstance(self.shard, int) and self.kind != "hsdp":
-            yield (
-                "parallel.shard parallel.kind",
-                "only hsdp has groups",
-                "Set parallel=hsdp, or leave parallel.shard out",
-            )
+            fix = "Set parallel=hsdp, or leave parallel.shard out"
+            yield "parallel.shard parallel.kind", "only hsdp has groups", fix
         elif isinstance(self.shard, int) and world_size % self.shard:
             fix = nearest_divisors("parallel.shard", self.shard, world_size)
             yield "parallel.shard", f"the groups do not divide {world_size} ranks", fix

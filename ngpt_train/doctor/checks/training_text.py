@@ -21,18 +21,7 @@ from ngpt_train.data.sources.hub_client import HubClient
 from ngpt_train.data.sources.source import Shard, Source
 from ngpt_train.data.tokenizers import load_tokenizer
 from ngpt_train.doctor.bounded import Report, first_line
-from ngpt_train.doctor.findings import (
-    MACHINE,
-    OK,
-    WARNING,
-    WRONG,
-    Answer,
-    Finding,
-    differences,
-    gb,
-    of_each,
-    unchecked,
-)
+from ngpt_train.doctor.findings import MACHINE, OK, WARNING, WRONG, Answer, Finding, differences, gb, of_each, unchecked
 from ngpt_train.training.run_directory import initial_checkpoint
 
 MOST_OPENED = 500  # files, spread over all of them

@@ -12,6 +12,7 @@ import ngpt_train
 from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import to_dict
 from ngpt_train.config.validate import flatten
+from ngpt_train.config.yaml_files import config_dir
 from ngpt_train.core.checkout import git_commit
 from ngpt_train.core.secrets import redacted
 from ngpt_train.doctor.bounded import Report
@@ -62,10 +63,8 @@ def _version(package: str) -> str | None:
 
 def code_hash() -> str:
     """A hash of the package's files and configs, committed or not."""
-    package = Path(ngpt_train.__file__).parent
-    configs = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
     digest = hashlib.sha256()
-    for root, pattern in ((package, "*.py"), (configs, "*.yaml")):
+    for root, pattern in ((Path(ngpt_train.__file__).parent, "*.py"), (config_dir(), "*.yaml")):
         for path in sorted(root.rglob(pattern)):
             digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:12]

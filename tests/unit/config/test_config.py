@@ -12,14 +12,14 @@ import pytest
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from ngpt_train.config import ConfigError, config_dir, list_experiments, load_config
+from ngpt_train.config import ConfigError, list_experiments, load_config
 from ngpt_train.config.architectures import architectures
 from ngpt_train.config.compose import compose
 from ngpt_train.config.help import help_text
 from ngpt_train.config.overrides import expand
 from ngpt_train.config.schema import schema_keys
 from ngpt_train.config.validate import flatten
-from ngpt_train.config.yaml_files import BUILT_IN, GROUPS, SCHEMA_GROUP
+from ngpt_train.config.yaml_files import BUILT_IN, GROUPS, SCHEMA_GROUP, config_dir
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.ngpt.keys import NGPTConfig
 

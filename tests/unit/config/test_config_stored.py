@@ -6,17 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ngpt_train.config import (
-    Config,
-    ConfigError,
-    DataError,
-    check_resume,
-    load_config,
-    read_yaml,
-    to_dict,
-    to_yaml,
-    write_yaml,
-)
+from ngpt_train.config import Config, ConfigError, DataError, load_config
+from ngpt_train.config.stored import check_resume, read_yaml, to_dict, to_yaml, write_yaml
 
 
 @pytest.mark.parametrize("model", ["gpt", "ngpt"])

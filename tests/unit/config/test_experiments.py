@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from ngpt_train.__main__ import main
-from ngpt_train.config import ConfigError, load_config, to_yaml
+from ngpt_train.config import ConfigError, load_config
+from ngpt_train.config.stored import to_yaml
 
 TABLE = """\
 # @package _global_

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from ngpt_train.config import Config, ConfigError, check_resume, list_experiments, load_config, to_dict
+from ngpt_train.config import Config, ConfigError, list_experiments, load_config
 from ngpt_train.config.compose import compose
 from ngpt_train.config.sections.lr_table import look_up, problem_of
-from ngpt_train.config.stored import with_first_values
+from ngpt_train.config.stored import check_resume, to_dict, with_first_values
 from ngpt_train.config.yaml_files import config_dir
 
 A, B = {"tokens": 1e9, "lr": 3.0, "source": "paper A"}, {"tokens": 1e11, "lr": 1.0, "source": "paper B"}
 GUESS = {"tokens": 1e13, "lr": 0.5, "source": "a guess", "extrapolation": True}
-ROW: dict[int, Any] = {64: 7.0, 256: [A, B, GUESS]}
+ROW: dict[int, Any] = {64: [{"lr": 7.0}], 256: [A, B, GUESS]}
 
 
 def found(context: int, tokens: float, row: dict[int, Any] = ROW, steps: int = 100) -> tuple[float, str]:

@@ -17,17 +17,17 @@ import pytest
 import torch
 
 from ngpt_train.__main__ import main
-from ngpt_train.config import Config, list_experiments, load_config, to_dict, to_yaml
+from ngpt_train.config import Config, list_experiments, load_config
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.sections.data import is_commit
+from ngpt_train.config.stored import to_dict, to_yaml
 from ngpt_train.models import build_model
 from ngpt_train.verbs.plan import planned_vocabulary
 from tests.properties.architectures import ARCHITECTURES
 from tests.unit.data.test_hub import known_to
 
-pytestmark = (
-    pytest.mark.slow
-)  # all rows are composed; tests/processes/test_paper_experiments.py trains one of each table
+# All rows are composed; tests/processes/test_paper_experiments.py trains one of each table.
+pytestmark = pytest.mark.slow
 
 NAMES = [name for name in list_experiments() if name.startswith("paper/")]
 ROWS = {
@@ -163,27 +163,14 @@ def formula(model: Any) -> int:
         vectors = int(hasattr(model, "s_z") or getattr(model, "masked_head", False))  # s_z, or the head's bias
         fewer = outputs * model.d_model + (model.n_classes - model.vocab_size) * vectors
         return formula(replace(model, n_classes=None)) + fewer
-    if model.name == "composed_encoder_decoder":
-        d, hidden = model.d_model, model.d_mlp
-        assert (model.tied_embeddings, model.shared_source, model.bias, model.positions) == (*[True] * 3, "sinusoidal")
-        attention, mlp, norm = 4 * d * (d + 1), 2 * d * hidden + hidden + d, 2 * d
-        encoder, decoder = attention + mlp + 2 * norm, 2 * attention + mlp + 3 * norm
-        return model.vocab_size * d + model.n_layers * (encoder + decoder) + 2 * norm
-    if model.name != "composed":
-        architecture = f"{model.name}+plain_mlp" if getattr(model, "mlp", "gated") == "plain" else model.name
-        return ARCHITECTURES.get(architecture, ARCHITECTURES[model.name]).n_params(model)
-    d, hidden, n_layers = model.d_model, model.d_mlp, model.n_layers
-    assert (model.mlp, model.bias, model.tied_embeddings) == ("plain", True, True)
-    outside = {"learned": model.context * d, "sinusoidal": 0}[model.positions]
-    outside += (d * d + d + 2 * d + model.vocab_size) * model.masked_head
-    vectors = {"rms": 1, "layer_no_bias": 1, "layer_no_gain": 1, "layer_plain": 0}.get(model.norm, 2)
-    norms = 2 + (model.attn_norm_placement == "peri") + (model.mlp_norm_placement == "peri")
-    block = 4 * d * (d + 1) + d * hidden + hidden + hidden * d + d + norms * vectors * d
-    block += {"none": 0, "norm": vectors * hidden, "gain": hidden}[model.ffn_norm]
-    block += model.n_heads * (model.head_scale == "before") + d * {"mlp": 1, "both": 2}.get(model.res_scale, 0)
-    block += 2 * d * (model.layer_scale is not None)
-    final = 0 if model.norm_placement == "post" else vectors * d
-    return model.vocab_size * d + outside + n_layers * block + final
+    architecture = f"{model.name}+plain_mlp" if getattr(model, "mlp", "gated") == "plain" else model.name
+    found = ARCHITECTURES.get(architecture, ARCHITECTURES[model.name]).n_params(model)
+    d, vocabulary = model.d_model, model.vocab_size
+    if getattr(model, "shared_source", False):  # one embedding for both sides
+        found -= vocabulary * d
+    if getattr(model, "masked_head", False):  # RoBERTa's: a matrix and its bias, a LayerNorm, a bias of the logits
+        found += d * d + d + 2 * d + vocabulary
+    return found
 
 
 @pytest.mark.parametrize("name", [name[6:] for name in NAMES])
@@ -268,10 +255,8 @@ def test_ngpt_ablations() -> None:
 def test_ngpt_appendix() -> None:
     """A.2 and A.3 in A.8's setting; figure 14's default, 52 billion tokens at 2e-3, and its other contexts and size."""
     table = of("ngpt_appendix")
-    assert [(c.model.alpha_sign, c.model.update) for c in table.values()][:2] == [
-        ("free", "lerp"),
-        ("positive", "riemannian"),
-    ]
+    first_two = [(config.model.alpha_sign, config.model.update) for config in table.values()][:2]
+    assert first_two == [("free", "lerp"), ("positive", "riemannian")]
     for row, config in table.items():
         assert config.train.steps * tokens_per_step(config) == 52_428_800_000
         assert config.optim.lr == (2e-3 if row.startswith("figure14") else 1e-3)
@@ -368,11 +353,8 @@ def test_normformer_table_3() -> None:
         assert (dropout(config), text_of(config)) == (DROPOUT, (*NORMFORMER_TEXT[:3], 50_265))
         more = model.placement_of("attn"), model.placement_of("mlp"), model.ffn_norm, model.head_scale, model.res_scale
         res_scale = "mlp" if row.endswith("res_scale") else "none"
-        assert more == (
-            ("pre", "pre", "none", "none", "none")
-            if row == "baseline"
-            else ("peri", "pre", "norm", "before", res_scale)
-        )
+        ours = ("peri", "pre", "norm", "before", res_scale)
+        assert more == (("pre", "pre", "none", "none", "none") if row == "baseline" else ours)
 
 
 def test_normformer_table_3_glue() -> None:
@@ -530,10 +512,8 @@ def test_normformer_figures() -> None:
     """Figure 3's three arms; figure 5's ramp of 5e-5 a step."""
     for row, config in of("normformer_figure3").items():
         model = config.model
-        assert (model.norm_placement == "post", model.attn_norm_placement == "peri") == (
-            row == "post_ln",
-            row == "normformer",
-        )
+        assert (model.norm_placement == "post") == (row == "post_ln")
+        assert (model.attn_norm_placement == "peri") == (row == "normformer")
         assert (text_of(config), optimizer(config)) == (NORMFORMER_TEXT, NORMFORMER_OPTIMIZER)
         assert (config.optim.lr, config.train.steps, config.schedule.warmup_steps) == (3e-3, 100_000, 500)
         assert (model.context, tokens_per_step(config), dropout(config)) == (1024, 524_288, NO_DROPOUT)
@@ -592,12 +572,8 @@ def test_powernorm_table_1() -> None:
         small, model = text == "iwslt14", config.model
         sizes = (6, 512, 4, 1024) if small else (6, 1024, 16, 4096)
         assert (model.n_layers, model.d_model, model.n_heads, model.d_mlp) == sizes
-        assert (model.n_encoder_layers, model.norm_placement, model.mlp, model.activation) == (
-            6,
-            "pre",
-            "plain",
-            "relu",
-        )
+        assert (model.n_encoder_layers, model.norm_placement) == (6, "pre")
+        assert (model.mlp, model.activation) == ("plain", "relu")
         assert (model.norm, model.decoder_norm) == (norm, "layer")
         assert model.group_scaling == (0 if norm == "layer" else model.n_heads)
         assert model.psi_warmup_steps == (8000 if norm == "pn" else 0)
@@ -675,10 +651,8 @@ def test_engpt() -> None:
         assert (config.optim.lr, config.train.rows_per_step, config.schedule.warmup_steps) == (3e-3, 256, 6817)
         assert (optimizer(config), dropout(config)) == ((0.9, 0.95, 0, 0.72, "cosine", 0), NO_DROPOUT)
         assert (model.rope_base, model.update_attn) == (1e6, "lerp")
-        assert (model.norm_eps == 1e-5, model.constraint == "parametrization") == (
-            row != "no_norm_eps",
-            row != "projection",
-        )
+        assert (model.norm_eps == 1e-5) == (row != "no_norm_eps")
+        assert (model.constraint == "parametrization") == (row != "projection")
         slerp = (model.update_mlp, model.alpha_mlp.kind, model.alpha_mlp.init)
         assert slerp == (("lerp", "vector", 0.05) if row == "lerp_mlp" else ("slerp", "fixed", 0.5))
         shared = (model.s_qk.shared, model.s_qk.scale)

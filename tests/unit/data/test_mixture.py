@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ngpt_train.config import check, load_config
+from ngpt_train.config import load_config
+from ngpt_train.config.schema import check
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.data import open_dataset, prepare_dataset, tokenizers
 from ngpt_train.data.mixed import Mixture

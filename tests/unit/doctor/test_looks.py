@@ -12,16 +12,7 @@ import pytest
 from ngpt_train.config.schema import Config
 from ngpt_train.distributed.first_contact import Contact
 from ngpt_train.distributed.world import World
-from ngpt_train.doctor.checks import (
-    compiler,
-    devices,
-    disks,
-    environment,
-    links,
-    training_text,
-    versions,
-    wandb_server,
-)
+from ngpt_train.doctor.checks import compiler, devices, disks, environment, links, training_text, versions, wandb_server
 from ngpt_train.doctor.findings import OK, WARNING, WRONG, Answer, Finding, Place
 from tests.hub_server import Hub, serving, status
 from tests.processes.runs import write_corpus, write_parquet_shards

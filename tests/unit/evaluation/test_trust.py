@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 import ngpt_train
-from ngpt_train.config import Config, load_config, write_yaml
+from ngpt_train.config import Config, load_config
 from ngpt_train.config.architectures import all_keys
 from ngpt_train.config.schema import build
+from ngpt_train.config.stored import write_yaml
 from ngpt_train.core.errors import DataError
 from ngpt_train.evaluation.trust import NAMED, OWN, PLACE, RULES, TAKEN, names_of, note_names, rule_of, taken
 from ngpt_train.evaluation.trust import is_text_of as is_its_text

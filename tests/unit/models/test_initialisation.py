@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ngpt_train.config import Config, ConfigError, check_resume, list_experiments, load_config, read_yaml, write_yaml
+from ngpt_train.config import Config, ConfigError, list_experiments, load_config
 from ngpt_train.config.model_keys import KINDS, ModelConfig
-from ngpt_train.config.stored import with_first_values
+from ngpt_train.config.stored import check_resume, read_yaml, with_first_values, write_yaml
 from ngpt_train.models import build_model, export_weights
 from ngpt_train.models.weights import by_path, standard_deviations
 from ngpt_train.report.launch_plan import describe_plan, make_plan

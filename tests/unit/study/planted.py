@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import yaml
 
-from ngpt_train.config import load_config, to_dict
+from ngpt_train.config import load_config
 from ngpt_train.config.keys import TABLES
+from ngpt_train.config.stored import to_dict
 from ngpt_train.config.validate import flatten, nested
 from ngpt_train.study.compare.runs import Run, read_run
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config import load_config, write_yaml
+from ngpt_train.config import load_config
 from ngpt_train.config.arguments import arguments_of
+from ngpt_train.config.stored import write_yaml
 from ngpt_train.study.definition import Study, read_study
 from ngpt_train.study.engines import Ended, Job
 from ngpt_train.study.points import Point, Runs
