@@ -36,14 +36,48 @@ PIECES_PER_STREAM = 4
 MOST_EMPTY_EPOCHS = 3
 
 
+class Piece(NamedTuple):
+    """Documents `first` to `last - 1` of a shard."""
+
+    shard: int
+    first: int
+    last: int
+
+
 @dataclass(frozen=True)
 class StreamSettings:
-    """The settings that decide the rows of all streams, besides the text and the tokenizer."""
+    """What decides the rows of all streams, besides the text and the tokenizer."""
 
     n_streams: int
     open_shards: int
     seed: int
     form: RowFormat
+
+    def n_windows(self, n_shards: int) -> int:
+        """Windows of an epoch."""
+        return -(-n_shards // self.open_shards)
+
+    def shards(self, n_shards: int, epoch: int, window: int) -> list[int]:
+        """The shards of a window."""
+        places = np.arange(window * self.open_shards, min((window + 1) * self.open_shards, n_shards))
+        return permuted(places + epoch * n_shards, n_shards, self.seed).tolist()
+
+    def pieces(self, sizes: Sequence[tuple[int, int]], epoch: int, window: int) -> list[Piece]:
+        """All pieces of a window, shuffled. sizes: (shard, number of its documents)."""
+        step = max(1, sum(n for _, n in sizes) // (self.n_streams * PIECES_PER_STREAM))
+        pieces = [Piece(shard, first, min(first + step, n)) for shard, n in sizes for first in range(0, n, step)]
+        return [pieces[i] for i in keyed_order(len(pieces), self.seed, epoch, window)]
+
+    def first_place(self, stream: int, epoch: int, window: int) -> int:
+        """The place of a stream's first piece in a window. The stream has every `n_streams`-th piece from there.
+
+        Each window draws anew which stream has the very first piece, so that no stream is short of pieces in all.
+        """
+        return (stream - keyed_hash(self.seed, epoch, window)) % self.n_streams
+
+    def document_order(self, piece: Piece, epoch: int) -> list[int]:
+        """The documents of a piece in reading order, as numbers within the shard."""
+        return [piece.first + i for i in keyed_order(piece.last - piece.first, self.seed, epoch, *piece)]
 
 
 @dataclass(frozen=True)
@@ -178,44 +212,6 @@ def _validation_tokens(config: Config, text: OpenShards, tokenizer: Tokenizer) -
 # --- the streams
 
 
-class Piece(NamedTuple):
-    """Documents `first` to `last - 1` of a shard."""
-
-    shard: int
-    first: int
-    last: int
-
-
-def n_windows(n_shards: int, open_shards: int) -> int:
-    """Windows of an epoch."""
-    return -(-n_shards // open_shards)
-
-
-def window_shards(n_shards: int, open_shards: int, epoch: int, window: int, seed: int) -> list[int]:
-    places = np.arange(window * open_shards, min((window + 1) * open_shards, n_shards))
-    return permuted(places + epoch * n_shards, n_shards, seed).tolist()
-
-
-def window_pieces(sizes: Sequence[tuple[int, int]], n_streams: int, epoch: int, window: int, seed: int) -> list[Piece]:
-    """All pieces of a window, shuffled. sizes: (shard, number of its documents)."""
-    step = max(1, sum(n for _, n in sizes) // (n_streams * PIECES_PER_STREAM))
-    pieces = [Piece(shard, first, min(first + step, n)) for shard, n in sizes for first in range(0, n, step)]
-    return [pieces[i] for i in keyed_order(len(pieces), seed, epoch, window)]
-
-
-def first_place(n_streams: int, stream: int, epoch: int, window: int, seed: int) -> int:
-    """The place of a stream's first piece in a window. The stream has every `n_streams`-th piece from there.
-
-    Each window draws anew which stream has the very first piece, so that no stream is short of pieces in all windows.
-    """
-    return (stream - keyed_hash(seed, epoch, window)) % n_streams
-
-
-def document_order(piece: Piece, epoch: int, seed: int) -> list[int]:
-    """The documents of a piece in reading order, as numbers within the shard."""
-    return [piece.first + i for i in keyed_order(piece.last - piece.first, seed, epoch, *piece)]
-
-
 class Windows:
     """The pieces of the current windows, for all streams."""
 
@@ -231,18 +227,17 @@ class Windows:
             sizes = [(shard, self.text.n_documents(shard)) for shard in self.shards(epoch, window)]
             if len(self._pieces) == self.KEPT:
                 del self._pieces[min(self._pieces)]
-            settings = self.settings
-            self._pieces[epoch, window] = window_pieces(sizes, settings.n_streams, epoch, window, settings.seed)
+            self._pieces[epoch, window] = self.settings.pieces(sizes, epoch, window)
             self.text.soon(self.shards(*self.after(epoch, window)))
         return self._pieces[epoch, window]
 
     def after(self, epoch: int, window: int) -> tuple[int, int]:
         """Epoch and window of the next window."""
-        last = window + 1 == n_windows(self.text.n_shards, self.settings.open_shards)
+        last = window + 1 == self.settings.n_windows(self.text.n_shards)
         return (epoch + 1, 0) if last else (epoch, window + 1)
 
     def shards(self, epoch: int, window: int) -> list[int]:
-        return window_shards(self.text.n_shards, self.settings.open_shards, epoch, window, self.settings.seed)
+        return self.settings.shards(self.text.n_shards, epoch, window)
 
 
 class Stream:
@@ -258,13 +253,12 @@ class Stream:
 
     def pieces(self, cursor: Cursor) -> Iterator[tuple[Cursor, Piece]]:
         """The stream's pieces from the cursor's piece on, in one epoch after the other."""
-        settings = self.settings
-        epoch, window, skip = cursor.epoch, cursor.window, cursor.piece
+        epoch, window, skip = cursor[:3]
         last = epoch  # the last epoch with a piece for this stream
         while True:
             self._check_epochs(last, epoch)
-            place = first_place(settings.n_streams, self.stream, epoch, window, settings.seed)
-            mine = self.windows.pieces(epoch, window)[place :: settings.n_streams]
+            first = self.settings.first_place(self.stream, epoch, window)
+            mine = self.windows.pieces(epoch, window)[first :: self.settings.n_streams]
             for index in range(skip, len(mine)):
                 last = epoch
                 yield Cursor(epoch, window, index), mine[index]
@@ -280,7 +274,7 @@ class Stream:
         last = cursor.epoch  # the last epoch with a document for this stream
         for place, piece in self.pieces(cursor):
             self._check_epochs(last, place.epoch, kind)
-            order = document_order(piece, place.epoch, self.settings.seed)
+            order = self.settings.document_order(piece, place.epoch)
             first = cursor.document if place[:3] == cursor[:3] else 0
             for index in range(first, len(order)):
                 text = self.text.document(piece.shard, order[index])
