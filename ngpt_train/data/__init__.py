@@ -32,9 +32,9 @@ from ngpt_train.data.loader import (
 from ngpt_train.data.masks import masks_of
 from ngpt_train.data.mixed import Mixed, MixtureReader, Turns, open_mixture
 from ngpt_train.data.prepared_text import prepare_dataset
-from ngpt_train.data.rows import Cursor, rows_of
+from ngpt_train.data.rows import rows_of
 from ngpt_train.data.sources import open_source
-from ngpt_train.data.streamed_text import Start, open_streamed
+from ngpt_train.data.streamed_text import Cursor, Start, open_streamed
 from ngpt_train.data.token_files import open_tokens
 from ngpt_train.data.tokenizers import load_tokenizer
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer, with_eos

@@ -176,8 +176,7 @@ def _mixed_corpus(config: Config, sources: Sequence[SourceConfig]) -> Iterator[s
     logger.info("training a SentencePiece model of %d pieces on all sources", config.tokenizer.vocab_size)
     for source in sources:
         own = replace(config, data=source.data)
-        listed = list_shards(own)
-        yield from corpus_of(open_text(own, listed)[1], listed.shards, source.share)
+        yield from corpus_of(open_text(own, list_shards(own))[1], source.share)
 
 
 def _beginning(tokens: Tokens, config: Config, share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.launcher import end_with_parent
 from ngpt_train.data.loader import Reader, ReaderState, Share
-from ngpt_train.data.rows import Batch, Cursor
-from ngpt_train.data.streamed_text import Start, Stream, StreamedText, Windows
+from ngpt_train.data.rows import Batch
+from ngpt_train.data.streamed_text import Cursor, Start, Stream, StreamedText, Windows
 from ngpt_train.data.tokenizers.tokenizer import Ids
 
 SENT_TOKENS = 65_536  # tokens of a worker's block; the first blocks are smaller

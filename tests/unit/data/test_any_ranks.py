@@ -14,8 +14,7 @@ import pytest
 from ngpt_train.data import TrainLoader, open_dataset, reader_of
 from ngpt_train.data.loader import Share, latest
 from ngpt_train.data.mixed import Mixture, Turns
-from ngpt_train.data.rows import Cursor
-from ngpt_train.data.streamed_text import Stream, StreamedText, Windows
+from ngpt_train.data.streamed_text import Cursor, Stream, StreamedText, Windows
 from tests.processes.runs import write_parquet_shards
 from tests.unit.data.test_streams import SHARDS, consumed, streamed
 

@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.data import TrainLoader, merged
-from ngpt_train.data.best_fit import Span, best_fit
 from ngpt_train.data.dataset import Tokens
 from ngpt_train.data.loader import PreparedReader, data_hash, hash_of_rows
 from ngpt_train.data.permutation import shuffled
-from ngpt_train.data.rows import BestFit, NextToken, RowFormat, Rows, rows_of
+from ngpt_train.data.rows import BestFit, NextToken, RowFormat, Rows, Span, best_fit, rows_of
 from ngpt_train.data.streamed_text import StreamSettings
 from ngpt_train.models.gpt.keys import GPTConfig
 

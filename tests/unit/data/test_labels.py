@@ -20,7 +20,7 @@ from ngpt_train.data import open_dataset
 from ngpt_train.data.dataset import Examples
 from ngpt_train.data.epochs import planned_rows
 from ngpt_train.data.examples import label_of
-from ngpt_train.data.label_rows import LabelRows, joined
+from ngpt_train.data.rows import LabelRows, joined
 from ngpt_train.data.tokenizers import load_tokenizer
 from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.answers import Answers

@@ -20,9 +20,9 @@ from ngpt_train.config import load_config
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.data import TrainLoader, merged, open_dataset, reader_of
-from ngpt_train.data.rows import Cursor, RowFormat
+from ngpt_train.data.rows import RowFormat
 from ngpt_train.data.sources.source import place_of
-from ngpt_train.data.streamed_text import Piece, Stream, StreamedText, StreamSettings, Windows
+from ngpt_train.data.streamed_text import Cursor, Piece, Stream, StreamedText, StreamSettings, Windows
 from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer
 from tests.processes.runs import write_parquet_shards
 
