@@ -4,7 +4,6 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Self
 
 logger = logging.getLogger(__name__)
@@ -25,18 +24,15 @@ class Progress:
         self._size_to_do = sum(sizes[done:])
         self._share_done_before = sum(sizes[:done]) / max(1, sum(sizes))
         self._bytes_by_unit = [0] * len(sizes)
-        self._n_finished = done  # units
+        self._first = self._n_finished = done
         self.documents = self.bytes = 0  # tokenized by this start
         self._start = self._reported = time.monotonic()
         self._bar, self._task = _bar()
-        self._first = done
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             self._report()
             self._bar.stop()

@@ -16,7 +16,7 @@ from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.cache_files import canonical_hash
 from ngpt_train.data.dataset import Dataset, OnMain, Pairs, Tokens, path_of
 from ngpt_train.data.epochs import warn_of_repeats
-from ngpt_train.data.labelled import open_labelled
+from ngpt_train.data.examples import open_labelled, open_pairs
 from ngpt_train.data.loader import (
     ENDLESS,
     MaskedReader,
@@ -31,11 +31,10 @@ from ngpt_train.data.loader import (
 )
 from ngpt_train.data.masks import masks_of
 from ngpt_train.data.mixed import Mixed, MixtureReader, Turns, open_mixture
-from ngpt_train.data.pairs import open_pairs
 from ngpt_train.data.prepared_text import prepare_dataset
-from ngpt_train.data.rows import Cursor, rows_of
+from ngpt_train.data.rows import rows_of
 from ngpt_train.data.sources import open_source
-from ngpt_train.data.streamed_text import Start, open_streamed
+from ngpt_train.data.streamed_text import Cursor, Start, open_streamed
 from ngpt_train.data.token_files import open_tokens
 from ngpt_train.data.tokenizers import load_tokenizer
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer, with_eos

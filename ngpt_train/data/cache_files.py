@@ -63,11 +63,14 @@ class FileHashes:
         self._known = self._stored()
 
     def sha256(self, path: Path) -> str:
-        return self._lookup(path, None)[0]
+        return self.tokens(path, None)[0]
 
-    def tokens(self, path: Path, dtype: str) -> tuple[str, int]:
-        """(sha256, largest id) of a file of token ids; the largest id of an empty file is -1."""
-        sha256, largest = self._lookup(path, dtype)
+    def tokens(self, path: Path, dtype: str | None) -> tuple[str, int]:
+        """(sha256, largest id) of a file of token ids; -1 without ids, or without their dtype."""
+        try:
+            sha256, largest = self._known_or_hashed(path, dtype)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror})") from None
         return sha256, largest
 
     def save(self) -> None:
@@ -89,12 +92,6 @@ class FileHashes:
             stored = parse_json(read_whole(self._path, MOST_REMEMBERED), MOST_REMEMBERED)
             return {name: entry for name, entry in stored.items() if _is_entry(entry)}
         return {}
-
-    def _lookup(self, path: Path, dtype: str | None) -> list[Any]:
-        try:
-            return self._known_or_hashed(path, dtype)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror})") from None
 
     def _known_or_hashed(self, path: Path, dtype: str | None) -> list[Any]:
         name = f"{dtype or 'bytes'} {path.absolute()}"

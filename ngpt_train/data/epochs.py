@@ -17,7 +17,7 @@ from ngpt_train.data.rows import row_format, rows_of
 from ngpt_train.data.shard_cache import OpenShards
 from ngpt_train.data.sources.local_files import list_library, text_files
 from ngpt_train.data.sources.source import text_size
-from ngpt_train.data.streamed_text import StreamSettings, first_place, n_windows, window_pieces, window_shards
+from ngpt_train.data.streamed_text import StreamSettings
 from ngpt_train.data.token_files import count_tokens
 
 logger = logging.getLogger(__name__)
@@ -153,12 +153,12 @@ def warn_of_repeats(text: OpenShards, settings: StreamSettings) -> None:
     """Warns if more than TOLERATED of the first epoch's rows repeat text."""
     if not is_small(text):
         return
-    share = repeated_share(text, settings, settings.n_streams)
+    share = repeated_share(text, settings)
     if share <= TOLERATED:
         return
     fewer = settings.n_streams // 2
-    while (share_of_fewer := repeated_share(text, settings, fewer)) > TOLERATED:  # none of one stream
-        fewer //= 2
+    while (share_of_fewer := repeated_share(text, replace(settings, n_streams=fewer))) > TOLERATED:
+        fewer //= 2  # nothing repeats in one stream
     logger.warning(
         "data.streams=%d: that many streams share the text of %d documents unevenly. Up to %.0f %% of the rows of the "
         "first epoch repeat text that was read before; with data.streams=%d, in a new run, up to %.0f %% do",
@@ -180,14 +180,14 @@ def is_small(text: OpenShards) -> bool:
     return True
 
 
-def repeated_share(text: OpenShards, settings: StreamSettings, n_streams: int) -> float:
+def repeated_share(text: OpenShards, settings: StreamSettings) -> float:
     """At most this share of the first epoch's rows repeats text: the bytes by which streams are below the mean."""
-    sizes = np.zeros(n_streams)
-    for window in range(n_windows(text.n_shards, settings.open_shards)):
-        shards = window_shards(text.n_shards, settings.open_shards, 0, window, settings.seed)
+    sizes = np.zeros(settings.n_streams)
+    for window in range(settings.n_windows(text.n_shards)):
+        shards = settings.shards(text.n_shards, 0, window)
         ends = {shard: text.training_bytes(shard) for shard in shards if text.n_documents(shard)}
-        pieces = window_pieces([(s, len(ends[s]) - 1) for s in ends], n_streams, 0, window, settings.seed)
-        streams = (np.arange(len(pieces)) - first_place(n_streams, 0, 0, window, settings.seed)) % n_streams
+        pieces = settings.pieces([(s, len(ends[s]) - 1) for s in ends], 0, window)
+        streams = (np.arange(len(pieces)) - settings.first_place(0, 0, window)) % settings.n_streams
         np.add.at(sizes, streams, [ends[piece.shard][piece.last] - ends[piece.shard][piece.first] for piece in pieces])
     mean = sizes.mean()
     return float(np.maximum(mean - sizes, 0).sum() / sizes.sum()) if mean else 0.0

@@ -44,6 +44,14 @@ class Share(NamedTuple):
         return rows + (self.rank - rows) % step
 
 
+class ReaderState(NamedTuple):
+    """What a rank has read so far."""
+
+    cursors: dict[str, NDArray[np.int64]]  # of each stream (n_streams, width); -1 for streams of other ranks
+    skipped: dict[str, str]  # the problem of each skipped shard, by name
+    rows_by_source: dict[str, int]  # of each source of a mixture; their sums over all ranks are the rows of the run
+
+
 class Reader:
     """This rank's rows of one source. A reader without streams defines `take` alone."""
 
@@ -55,17 +63,9 @@ class Reader:
         """The rows of all ranks in the step after `rows` rows; batch_rows: train.batch_rows."""
         return batch_rows
 
-    def cursors(self) -> dict[str, NDArray[np.int64]]:
-        """The cursor of each stream after the rows taken so far, (n_streams, width). -1 for streams of other ranks."""
-        return {}
-
-    def skipped(self) -> dict[str, str]:
-        """The problem of each skipped shard, by name."""
-        return {}
-
-    def rows_by_source(self) -> dict[str, int]:
-        """This rank's rows of each source of a mixture so far. Their sums over all ranks are the rows of the run."""
-        return {}
+    def state(self) -> ReaderState:
+        """After the rows taken so far."""
+        return ReaderState({}, {}, {})
 
     def close(self) -> None:
         """Ends the processes that read ahead."""
@@ -93,14 +93,8 @@ class MaskedReader(Reader):
     def take(self, numbers: NDArray[np.int64]) -> Batch:
         return self.masks.of(self.reader.take(numbers), numbers, self.seed)
 
-    def cursors(self) -> dict[str, NDArray[np.int64]]:
-        return self.reader.cursors()
-
-    def skipped(self) -> dict[str, str]:
-        return self.reader.skipped()
-
-    def rows_by_source(self) -> dict[str, int]:
-        return self.reader.rows_by_source()
+    def state(self) -> ReaderState:
+        return self.reader.state()
 
     def close(self) -> None:
         self.reader.close()
@@ -142,7 +136,7 @@ class Position(NamedTuple):
 
     rows: int  # taken so far by all ranks
     data_hash: int  # this rank's summand
-    cursors: dict[str, NDArray[np.int64]]  # see `Reader`
+    cursors: dict[str, NDArray[np.int64]]  # see `ReaderState`
     skipped: dict[str, str]
     rows_by_source: dict[str, int]
 
@@ -229,9 +223,7 @@ class TrainLoader(Iterator[tuple[list[Batch], Position]]):
         batch = self._reader.take(numbers)
         self._hash = (self._hash + hash_of_rows(numbers, batch)) % 2**64
         parts = [np.array_split(np.ascontiguousarray(part), self._n_micro) for part in batch]
-        reader = self._reader
-        position = Position(self._rows, self._hash, reader.cursors(), reader.skipped(), reader.rows_by_source())
-        return list(zip(*parts, strict=True)), position
+        return list(zip(*parts, strict=True)), Position(self._rows, self._hash, *self._reader.state())
 
     def close(self) -> None:
         """Ends the processes that read ahead."""

@@ -19,7 +19,7 @@ from ngpt_train.config.sections.data import SourceConfig, mixture_of
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.cache_files import canonical_hash
 from ngpt_train.data.dataset import Dataset, OnMain, Tokens
-from ngpt_train.data.loader import Reader, Share
+from ngpt_train.data.loader import Reader, ReaderState, Share
 from ngpt_train.data.permutation import uniform
 from ngpt_train.data.rows import Batch, row_format
 from ngpt_train.data.streamed_text import corpus_of, list_shards, open_text
@@ -119,22 +119,16 @@ class MixtureReader(Reader):
                 filled[places] = part
         return tuple(whole)
 
-    def cursors(self) -> dict[str, NDArray[np.int64]]:
-        found: dict[str, NDArray[np.int64]] = {}
-        for name, taken, reader in zip(self._mixture.names, self._taken, self._readers, strict=True):
-            found[f"{name}/rows"] = taken[:, None].copy()
-            found |= {f"{name}/{part}": cursors for part, cursors in reader.cursors().items()}
-        return found
-
-    def rows_by_source(self) -> dict[str, int]:
-        return dict(zip(self._mixture.names, self._own.tolist(), strict=True))
-
-    def skipped(self) -> dict[str, str]:
-        return {
-            f"{name}/{shard}": problem
-            for name, reader in zip(self._mixture.names, self._readers, strict=True)
-            for shard, problem in reader.skipped().items()
-        }
+    def state(self) -> ReaderState:
+        names = self._mixture.names
+        cursors: dict[str, NDArray[np.int64]] = {}
+        skipped: dict[str, str] = {}
+        for name, taken, reader in zip(names, self._taken, self._readers, strict=True):
+            own = reader.state()
+            cursors[f"{name}/rows"] = taken[:, None].copy()
+            cursors |= {f"{name}/{part}": found for part, found in own.cursors.items()}
+            skipped |= {f"{name}/{shard}": problem for shard, problem in own.skipped.items()}
+        return ReaderState(cursors, skipped, dict(zip(names, self._own.tolist(), strict=True)))
 
     def close(self) -> None:
         for reader in self._readers:
@@ -182,8 +176,7 @@ def _mixed_corpus(config: Config, sources: Sequence[SourceConfig]) -> Iterator[s
     logger.info("training a SentencePiece model of %d pieces on all sources", config.tokenizer.vocab_size)
     for source in sources:
         own = replace(config, data=source.data)
-        listed = list_shards(own)
-        yield from corpus_of(open_text(own, listed)[1], listed.shards, source.share)
+        yield from corpus_of(open_text(own, list_shards(own))[1], source.share)
 
 
 def _beginning(tokens: Tokens, config: Config, share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

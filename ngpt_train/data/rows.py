@@ -1,18 +1,17 @@
-"""Rows of prepared and streamed text: a stretch of text, documents that fit together, or a document's beginning.
+"""Rows of text: a stretch of it, documents that fit together, a document's beginning; and of examples with a label.
 
 A row has `context + 1` ids, -1 for padding. Each id but the last is an input, each but the first is the target of the
 input before it. A document is its ids and then eos. The eos of the document before opens it: as a target eos ends a
 document, as an input it begins the next. So every id of every document is a target, its eos included.
 
-`rows_of` numbers the rows of a split, and `chosen_rows` draws the validation rows among them. `rows_of_stream` makes
-the rows of an endless sequence of documents.
+`rows_of` numbers the rows of a split, and `chosen_rows` draws the validation rows among them. `streamed_text.Stream`
+makes the rows of an endless sequence of documents.
 """
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -21,9 +20,7 @@ from numpy.typing import NDArray
 from ngpt_train.config.schema import Config
 from ngpt_train.core.constants import IGNORED, PADDING
 from ngpt_train.core.errors import DataError
-from ngpt_train.data.best_fit import best_fit
 from ngpt_train.data.dataset import Dataset, Examples, Pairs, Tokens
-from ngpt_train.data.label_rows import LabelRows
 from ngpt_train.data.masks import Masks, masks_of
 from ngpt_train.data.pair_rows import PairRows
 from ngpt_train.data.permutation import permuted
@@ -33,8 +30,6 @@ Batch = tuple[NDArray[np.int64], ...]  # tokens, targets and, if the model needs
 NOTHING = -1  # an id of padding
 # Documents that best_fit packs together. More would take longer and waste as much.
 PREPARED_TOGETHER = 4096
-# Of a stream. They are in memory, and a resume tokenizes up to so many again.
-STREAMED_TOGETHER = 64
 # Not run.seed, so that runs with different seeds are measured on the same text.
 VALIDATION_SEED = 0
 # eval.tokens chooses text in blocks of so many tokens. The usual contexts divide a block, so all cut the same text.
@@ -171,6 +166,48 @@ class NextToken:
         return tokens, targets, *doc_ids
 
 
+class Span(NamedTuple):
+    """Ids `start` to `start + size - 1` of a document, eos included, as targets of a row."""
+
+    document: int
+    start: int
+    size: int
+
+
+def best_fit(lengths: Sequence[int], context: int) -> list[list[Span]]:
+    """Packs documents of `lengths` ids, eos included, into rows of at most `context` targets, each id once.
+
+    The largest document comes first, and each goes into the row with the least sufficient room. A document longer than
+    a row fills rows of its own. Its rest stands first in another row, because only there the id before it can be the
+    first input. The eos of the document before opens any other document.
+    """
+    rows: list[list[Span]] = []
+    rests: list[Span] = []
+    whole: list[Span] = []
+    for document, length in enumerate(lengths):
+        cut = length // context * context
+        rows += [[Span(document, start, context)] for start in range(0, cut, context)]
+        if cut < length:
+            (rests if cut else whole).append(Span(document, cut, length - cut))
+    with_room: dict[int, list[int]] = {}  # with_room[room]: rows
+    rooms = 0  # bit r is set if a row has room r
+    for part in [*rests, *sorted(whole, key=lambda part: -part.size)]:
+        fitting = 0 if part.start else rooms >> part.size  # a rest begins a row
+        if fitting:
+            room = part.size + (fitting & -fitting).bit_length() - 1  # the smallest
+            row = with_room[room].pop()
+            if not with_room[room]:
+                rooms ^= 1 << room
+        else:
+            room, row = context, len(rows)
+            rows.append([])
+        rows[row].append(part)
+        if left := room - part.size:
+            with_room.setdefault(left, []).append(row)
+            rooms |= 1 << left
+    return rows
+
+
 class BestFit:
     """Rows of whole documents, as `best_fit` packs them."""
 
@@ -240,6 +277,50 @@ class PrefixContinuation:
         return self._form.beginning(ids)
 
 
+class LabelRows:
+    """Row k is example k: eos and its texts with eos behind each, padded to model.context, so that records count what
+    is computed; of an example that is too long the longest text is cut.
+
+    The target is the label, at the place that has read all: the last token of a decoder, the first of a bidirectional
+    model, the decoder's first token, eos, of an encoder-decoder.
+    """
+
+    def __init__(self, examples: Examples, config: Config) -> None:
+        model, self._examples = config.model, examples
+        self._context, self._source = model.context, model.source_length(model.context)
+        self._reads_first = model.bidirectional
+
+    def __len__(self) -> int:
+        return len(self._examples.labels)
+
+    def batch(self, indices: NDArray[np.int64]) -> Batch:
+        """Tokens, targets and document ids, each (N, context)."""
+        shape = len(indices), self._context
+        tokens, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
+        doc_ids = np.full(shape, PADDING, np.int64)
+        for row, index in enumerate(indices.tolist()):
+            ids = joined(self._examples.texts[index], self._examples.eos, self._source or self._context)
+            tokens[row, : len(ids)] = ids
+            doc_ids[row, : len(ids)] = 0
+            place = 0 if self._reads_first else len(ids) - 1
+            if self._source:
+                place = self._source
+                tokens[row, place], doc_ids[row, place] = self._examples.eos, 0
+            targets[row, place] = self._examples.labels[index]
+        return tokens, targets, doc_ids
+
+
+def joined(texts: Sequence[Ids], eos: int, most: int) -> NDArray[np.int64]:
+    """eos and the texts with eos behind each, at most `most` ids: the longest text is cut."""
+    lengths = [len(ids) for ids in texts]
+    while 1 + sum(lengths) + len(lengths) > most:
+        lengths[int(np.argmax(lengths))] -= 1
+    parts = [np.array([eos])]
+    for ids, length in zip(texts, lengths, strict=True):
+        parts += [ids[:length], np.array([eos])]
+    return np.concatenate(parts).astype(np.int64)
+
+
 @dataclass(frozen=True)
 class MaskedRows:
     """The rows of a split, each with a mask that stays."""
@@ -252,70 +333,6 @@ class MaskedRows:
 
     def batch(self, indices: NDArray[np.int64]) -> Batch:
         return self.masks.of(self.rows.batch(indices), indices, VALIDATION_SEED)
-
-
-# --- of a stream
-
-
-class Cursor(NamedTuple):
-    """The beginning of a stream's next row."""
-
-    epoch: int = 0
-    window: int = 0
-    piece: int = 0  # of the stream's pieces in the window
-    document: int = 0  # of the piece
-    within: int = 0  # the row's first target, an id of the document; for best_fit the row within the packed documents
-
-
-def rows_of_stream(
-    documents: Iterable[tuple[Cursor, Ids]], cursor: Cursor, form: RowFormat
-) -> Iterator[tuple[Ids, Cursor]]:
-    """Rows of context + 1 ids from `cursor` on, each with the cursor of the next row.
-
-    documents: from the cursor's document on, as (beginning, ids with eos at their end). A prefix row takes a whole
-    document, so each has `form.shortest` ids at least.
-    """
-    if form.source_context is not None:
-        return ((form.beginning(ids), place._replace(document=place.document + 1)) for place, ids in documents)
-    return _packed(documents, cursor, form) if form.pads else _joined(documents, cursor, form)
-
-
-def _joined(documents: Iterable[tuple[Cursor, Ids]], cursor: Cursor, form: RowFormat) -> Iterator[tuple[Ids, Cursor]]:
-    """Documents one after the other. The last id of a row is also the first of the next: a target, then an input."""
-    length = form.context + 1
-    row = np.empty(length, np.int32)
-    filled = 0
-    for place, ids in documents:
-        taken = cursor.within if place[:4] == cursor[:4] else 0
-        if filled == 0:
-            row[0] = ids[taken - 1] if taken else form.eos
-            filled = 1
-        while filled + len(ids) - taken >= length:
-            end = taken + length - filled
-            row[filled:] = ids[taken:end]
-            taken = end
-            yield row.copy(), place._replace(within=taken)
-            row[0] = ids[taken - 1]
-            filled = 1
-        row[filled : filled + len(ids) - taken] = ids[taken:]
-        filled += len(ids) - taken
-
-
-def _packed(documents: Iterable[tuple[Cursor, Ids]], cursor: Cursor, form: RowFormat) -> Iterator[tuple[Ids, Cursor]]:
-    """Whole documents, packed STREAMED_TOGETHER at a time. Documents of two epochs are not packed together."""
-    group: list[Ids] = []
-    skip = cursor.within
-    start = cursor
-    for place, ids in documents:
-        if len(group) == STREAMED_TOGETHER or (group and place.epoch > start.epoch):
-            packed = BestFit(Tokens.of_documents("train", Path(), group, form.eos), form)
-            for number in range(skip, len(packed)):
-                last = number + 1 == len(packed)
-                yield packed.ids(number), place if last else start._replace(within=number + 1)
-            group, skip = [], 0
-        if not group:
-            start = place
-        group.append(ids)
 
 
 # --- the validation rows

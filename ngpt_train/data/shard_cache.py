@@ -193,7 +193,7 @@ class OpenShards:
         """skipped: the problems of shards that an earlier start left out, by name. They stay left out."""
         self.skipped = dict(skipped)
         self.n_shards, self.val_fraction = len(shards), val_fraction
-        self._cache, self._shards = cache, shards
+        self._cache, self.shards = cache, shards
         self._n_open = self.WINDOWS_OPEN * open_shards + 1
         self._open: dict[int, Documents] = {}
         self._sizes: dict[int, int] = {}
@@ -201,7 +201,7 @@ class OpenShards:
 
     def n_documents(self, shard: int) -> int:
         """Documents of a shard, held-out documents included. 0 for a skipped shard."""
-        name = self._shards[shard].name
+        name = self.name(shard)
         if name in self.skipped:
             return 0
         if shard not in self._sizes:
@@ -212,7 +212,7 @@ class OpenShards:
         return self._sizes[shard]
 
     def name(self, shard: int) -> str:
-        return self._shards[shard].name
+        return self.shards[shard].name
 
     def document(self, shard: int, index: int) -> str | None:
         """A training document; None if the document is held out."""
@@ -225,7 +225,7 @@ class OpenShards:
         """All documents of a shard, held-out documents included."""
         documents = self._open.pop(shard, None)
         if documents is None:
-            documents = self._cache.open(self._shards[shard])
+            documents = self._cache.open(self.shards[shard])
             while len(self._open) >= self._n_open:
                 del self._open[next(iter(self._open))]  # the least recently used
         self._open[shard] = documents
@@ -250,7 +250,7 @@ class OpenShards:
         def fetch() -> None:
             with contextlib.suppress(Exception):
                 for shard in shards:
-                    self._cache.open(self._shards[shard])
+                    self._cache.open(self.shards[shard])
 
         threading.Thread(target=fetch, name="next shards", daemon=True).start()
 

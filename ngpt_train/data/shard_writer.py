@@ -1,8 +1,6 @@
 """Writes token shards, and goes on after a kill. docs/data.md documents the files.
 
-The journal has one JSON object a line; a kill may have cut the last line. The first line holds the settings. Each other
-line is written when a shard is finished and everything before it is on the disk. It holds the position in the text, the
-counts so far, and the shards. One shard for each unit of text would need no journal. But then the cuts into units would
+A journal says what is on the disk. One shard for each unit of text would need none, but then the cuts into units would
 decide the shards, and data.shard_tokens and the shards of today's users would change.
 """
 
@@ -244,10 +242,12 @@ def _read_again(path: Path, size: int, *digests: Any) -> None:
 
 
 class Journal:
-    """The journal in `directory`. identities: of the text's units.
+    """The journal in `directory`: a JSON object a line. A kill may cut the last one. identities: of the text's units.
 
-    An entry has "unit" and "taken", the position in the text; "counts" and "text", the counts and text_sha256 so far;
-    "splits", of each split the shards "closed" since the last entry and the "open" one; "units", a hash of the units.
+    The first line holds the settings. Each other is an entry, written when a shard is finished and everything before it
+    is on the disk. It has "unit" and "taken", the position in the text; "counts" and "text", the counts and text_sha256
+    so far; "splits", of each split the shards "closed" since the last entry and the "open" one; "units", a hash of the
+    units.
     """
 
     def __init__(self, directory: Path, identities: Sequence[str]) -> None:

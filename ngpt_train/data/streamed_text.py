@@ -10,6 +10,7 @@ it. A cursor is the beginning of its next row.
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from ngpt_train.data.cache_files import FileHashes, cache_directory, canonical_h
 from ngpt_train.data.dataset import Dataset, OnMain, Tokens, path_of
 from ngpt_train.data.loader import Share
 from ngpt_train.data.permutation import keyed_hash, keyed_order, permuted
-from ngpt_train.data.rows import Cursor, RowFormat, check_length, row_format, rows_of_stream
+from ngpt_train.data.rows import BestFit, RowFormat, check_length, row_format
 from ngpt_train.data.shard_cache import OpenShards, ShardCache
 from ngpt_train.data.sources import open_source
 from ngpt_train.data.sources.local_files import shards_of
@@ -34,16 +35,62 @@ logger = logging.getLogger(__name__)
 # Fewest pieces of a window for each stream, so that the streams differ by a fraction of a window only.
 PIECES_PER_STREAM = 4
 MOST_EMPTY_EPOCHS = 3
+# Documents that best_fit packs together. They are in memory, and a resume tokenizes up to so many again.
+PACKED_TOGETHER = 64
+
+
+class Cursor(NamedTuple):
+    """The beginning of a stream's next row."""
+
+    epoch: int = 0
+    window: int = 0
+    piece: int = 0  # of the stream's pieces in the window
+    document: int = 0  # of the piece
+    within: int = 0  # the row's first target, an id of the document; for best_fit the row within the packed documents
+
+
+class Piece(NamedTuple):
+    """Documents `first` to `last - 1` of a shard."""
+
+    shard: int
+    first: int
+    last: int
 
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """The settings that decide the rows of all streams, besides the text and the tokenizer."""
+    """What decides the rows of all streams, besides the text and the tokenizer."""
 
     n_streams: int
     open_shards: int
     seed: int
     form: RowFormat
+
+    def n_windows(self, n_shards: int) -> int:
+        """Windows of an epoch."""
+        return -(-n_shards // self.open_shards)
+
+    def shards(self, n_shards: int, epoch: int, window: int) -> list[int]:
+        """The shards of a window."""
+        places = np.arange(window * self.open_shards, min((window + 1) * self.open_shards, n_shards))
+        return permuted(places + epoch * n_shards, n_shards, self.seed).tolist()
+
+    def pieces(self, sizes: Sequence[tuple[int, int]], epoch: int, window: int) -> list[Piece]:
+        """All pieces of a window, shuffled. sizes: (shard, number of its documents)."""
+        step = max(1, sum(n for _, n in sizes) // (self.n_streams * PIECES_PER_STREAM))
+        pieces = [Piece(shard, first, min(first + step, n)) for shard, n in sizes for first in range(0, n, step)]
+        return [pieces[i] for i in keyed_order(len(pieces), self.seed, epoch, window)]
+
+    def first_place(self, stream: int, epoch: int, window: int) -> int:
+        """The place of a stream's first piece in a window. The stream has every `n_streams`-th piece from there.
+
+        Each window draws anew which stream has the very first piece, so that no stream is short of pieces in all.
+        """
+        return (stream - keyed_hash(self.seed, epoch, window)) % self.n_streams
+
+    def document_order(self, piece: Piece, epoch: int) -> list[int]:
+        """The documents of a piece in reading order, as numbers within the shard."""
+        return [piece.first + i for i in keyed_order(piece.last - piece.first, self.seed, epoch, *piece)]
 
 
 @dataclass(frozen=True)
@@ -95,18 +142,17 @@ def open_streamed(config: Config, tokenizer: Tokenizer | None, on_main: OnMain) 
     """
     data = config.data
     source = on_main(lambda: list_shards(config))
-    shards = source.shards
     cache, text = open_text(config, source)
     if tokenizer is None:
-        tokenizer = on_main(lambda: load_tokenizer(config.tokenizer, corpus=corpus_of(text, shards)))
+        tokenizer = on_main(lambda: load_tokenizer(config.tokenizer, corpus=corpus_of(text)))
         assert tokenizer is not None
     known = tokenizer
     validation = on_main(lambda: _validation_tokens(config, text, known))
     settings = StreamSettings(data.streams, data.open_shards, config.run.seed, row_format(config, tokenizer.eos))
-    streamed = StreamedText(cache, shards, data.val_fraction, settings, tokenizer)
+    streamed = StreamedText(cache, source.shards, data.val_fraction, settings, tokenizer)
     identity = {
         "tokenizer": tokenizer.fingerprint,
-        "shards": [shard.identity for shard in shards],
+        "shards": [shard.identity for shard in source.shards],
         "text_field": data.read_field,
         "val_fraction": data.val_fraction,
     }
@@ -130,9 +176,9 @@ def open_text(config: Config, source: Source) -> tuple[ShardCache, OpenShards]:
     return cache, OpenShards(cache, source.shards, data.val_fraction, data.open_shards, skipped={})
 
 
-def corpus_of(text: OpenShards, shards: Sequence[Shard], share: float = 1.0) -> Iterator[str]:
+def corpus_of(text: OpenShards, share: float = 1.0) -> Iterator[str]:
     """Training text for a tokenizer: a share of the usual sample. It is drawn at the first read."""
-    yield from draw_sample(shards, lambda number: iter(text.documents(number)), text.val_fraction, share=share)[0]
+    yield from draw_sample(text.shards, text.documents, text.val_fraction, share=share)[0]
 
 
 def _validation_tokens(config: Config, text: OpenShards, tokenizer: Tokenizer) -> Tokens:
@@ -178,44 +224,6 @@ def _validation_tokens(config: Config, text: OpenShards, tokenizer: Tokenizer) -
 # --- the streams
 
 
-class Piece(NamedTuple):
-    """Documents `first` to `last - 1` of a shard."""
-
-    shard: int
-    first: int
-    last: int
-
-
-def n_windows(n_shards: int, open_shards: int) -> int:
-    """Windows of an epoch."""
-    return -(-n_shards // open_shards)
-
-
-def window_shards(n_shards: int, open_shards: int, epoch: int, window: int, seed: int) -> list[int]:
-    places = np.arange(window * open_shards, min((window + 1) * open_shards, n_shards))
-    return permuted(places + epoch * n_shards, n_shards, seed).tolist()
-
-
-def window_pieces(sizes: Sequence[tuple[int, int]], n_streams: int, epoch: int, window: int, seed: int) -> list[Piece]:
-    """All pieces of a window, shuffled. sizes: (shard, number of its documents)."""
-    step = max(1, sum(n for _, n in sizes) // (n_streams * PIECES_PER_STREAM))
-    pieces = [Piece(shard, first, min(first + step, n)) for shard, n in sizes for first in range(0, n, step)]
-    return [pieces[i] for i in keyed_order(len(pieces), seed, epoch, window)]
-
-
-def first_place(n_streams: int, stream: int, epoch: int, window: int, seed: int) -> int:
-    """The place of a stream's first piece in a window. The stream has every `n_streams`-th piece from there.
-
-    Each window draws anew which stream has the very first piece, so that no stream is short of pieces in all windows.
-    """
-    return (stream - keyed_hash(seed, epoch, window)) % n_streams
-
-
-def document_order(piece: Piece, epoch: int, seed: int) -> list[int]:
-    """The documents of a piece in reading order, as numbers within the shard."""
-    return [piece.first + i for i in keyed_order(piece.last - piece.first, seed, epoch, *piece)]
-
-
 class Windows:
     """The pieces of the current windows, for all streams."""
 
@@ -231,18 +239,17 @@ class Windows:
             sizes = [(shard, self.text.n_documents(shard)) for shard in self.shards(epoch, window)]
             if len(self._pieces) == self.KEPT:
                 del self._pieces[min(self._pieces)]
-            settings = self.settings
-            self._pieces[epoch, window] = window_pieces(sizes, settings.n_streams, epoch, window, settings.seed)
+            self._pieces[epoch, window] = self.settings.pieces(sizes, epoch, window)
             self.text.soon(self.shards(*self.after(epoch, window)))
         return self._pieces[epoch, window]
 
     def after(self, epoch: int, window: int) -> tuple[int, int]:
         """Epoch and window of the next window."""
-        last = window + 1 == n_windows(self.text.n_shards, self.settings.open_shards)
+        last = window + 1 == self.settings.n_windows(self.text.n_shards)
         return (epoch + 1, 0) if last else (epoch, window + 1)
 
     def shards(self, epoch: int, window: int) -> list[int]:
-        return window_shards(self.text.n_shards, self.settings.open_shards, epoch, window, self.settings.seed)
+        return self.settings.shards(self.text.n_shards, epoch, window)
 
 
 class Stream:
@@ -254,17 +261,58 @@ class Stream:
 
     def rows(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
         """Rows of context + 1 ids from the cursor on, each with the cursor of the next row. Raises DataError."""
-        return rows_of_stream(self.documents(cursor), cursor, self.settings.form)
+        form = self.settings.form
+        if form.source_context is None:
+            return self._packed(cursor) if form.pads else self._joined(cursor)
+        # A row is the beginning of a document.
+        documents = self.documents(cursor)
+        return ((form.beginning(ids), place._replace(document=place.document + 1)) for place, ids in documents)
+
+    def _joined(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
+        """Documents one after the other. The last id of a row, a target, is also the first of the next, an input."""
+        length = self.settings.form.context + 1
+        row = np.empty(length, np.int32)
+        filled = 0
+        for place, ids in self.documents(cursor):
+            taken = cursor.within if place[:4] == cursor[:4] else 0
+            if filled == 0:
+                row[0] = ids[taken - 1] if taken else self.settings.form.eos
+                filled = 1
+            while filled + len(ids) - taken >= length:
+                end = taken + length - filled
+                row[filled:] = ids[taken:end]
+                taken = end
+                yield row.copy(), place._replace(within=taken)
+                row[0] = ids[taken - 1]
+                filled = 1
+            row[filled : filled + len(ids) - taken] = ids[taken:]
+            filled += len(ids) - taken
+
+    def _packed(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
+        """Whole documents, packed PACKED_TOGETHER at a time. Documents of two epochs are not packed together."""
+        form = self.settings.form
+        group: list[Ids] = []
+        skip = cursor.within
+        start = cursor
+        for place, ids in self.documents(cursor):
+            if len(group) == PACKED_TOGETHER or (group and place.epoch > start.epoch):
+                packed = BestFit(Tokens.of_documents("train", Path(), group, form.eos), form)
+                for number in range(skip, len(packed)):
+                    last = number + 1 == len(packed)
+                    yield packed.ids(number), place if last else start._replace(within=number + 1)
+                group, skip = [], 0
+            if not group:
+                start = place
+            group.append(ids)
 
     def pieces(self, cursor: Cursor) -> Iterator[tuple[Cursor, Piece]]:
         """The stream's pieces from the cursor's piece on, in one epoch after the other."""
-        settings = self.settings
-        epoch, window, skip = cursor.epoch, cursor.window, cursor.piece
+        epoch, window, skip = cursor[:3]
         last = epoch  # the last epoch with a piece for this stream
         while True:
             self._check_epochs(last, epoch)
-            place = first_place(settings.n_streams, self.stream, epoch, window, settings.seed)
-            mine = self.windows.pieces(epoch, window)[place :: settings.n_streams]
+            first = self.settings.first_place(self.stream, epoch, window)
+            mine = self.windows.pieces(epoch, window)[first :: self.settings.n_streams]
             for index in range(skip, len(mine)):
                 last = epoch
                 yield Cursor(epoch, window, index), mine[index]
@@ -280,7 +328,7 @@ class Stream:
         last = cursor.epoch  # the last epoch with a document for this stream
         for place, piece in self.pieces(cursor):
             self._check_epochs(last, place.epoch, kind)
-            order = document_order(piece, place.epoch, self.settings.seed)
+            order = self.settings.document_order(piece, place.epoch)
             first = cursor.document if place[:3] == cursor[:3] else 0
             for index in range(first, len(order)):
                 text = self.text.document(piece.shard, order[index])

@@ -287,7 +287,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise damaged_manifest(path, error) from None
+        raise damaged_manifest(path, f"{type(error).__name__}: {error}") from None
     if version != FORMAT:
         raise DataError(f"{path}: format version {version}, this program reads {FORMAT}; prepare the text again")
     _check_manifest(manifest, path)
@@ -326,8 +326,7 @@ def _problem_of_shard(shard: dict[str, Any]) -> str | None:
     return f"{shard['file']} has {counts}" if shard["documents"] > shard["tokens"] else None
 
 
-def damaged_manifest(path: Path, error: Exception | str) -> DataError:
-    problem = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+def damaged_manifest(path: Path, problem: str) -> DataError:
     return DataError(f"{path}: damaged ({problem}); copy the directory again, or delete it and prepare again")
 
 

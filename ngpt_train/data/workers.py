@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.launcher import end_with_parent
-from ngpt_train.data.loader import Reader, Share
-from ngpt_train.data.rows import Batch, Cursor
-from ngpt_train.data.streamed_text import Start, Stream, StreamedText, Windows
+from ngpt_train.data.loader import Reader, ReaderState, Share
+from ngpt_train.data.rows import Batch
+from ngpt_train.data.streamed_text import Cursor, Start, Stream, StreamedText, Windows
 from ngpt_train.data.tokenizers.tokenizer import Ids
 
 SENT_TOKENS = 65_536  # tokens of a worker's block; the first blocks are smaller
@@ -100,12 +100,8 @@ class StreamReader(Reader):
             self._skipped |= maker.skipped
         return self._form.batch(ids)
 
-    def cursors(self) -> dict[str, NDArray[np.int64]]:
-        """(n_streams, 5): the cursor of the row after the last row taken."""
-        return {"cursors": self._cursors.copy()}
-
-    def skipped(self) -> dict[str, str]:
-        return self._skipped
+    def state(self) -> ReaderState:
+        return ReaderState({"cursors": self._cursors.copy()}, self._skipped, {})
 
     def close(self) -> None:
         for worker in self._workers:

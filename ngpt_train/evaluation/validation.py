@@ -22,8 +22,7 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import json_lines, write_atomically
 from ngpt_train.core.recorded import ANSWERS
 from ngpt_train.data.dataset import Tokens
-from ngpt_train.data.label_rows import LabelRows
-from ngpt_train.data.rows import Rows, chosen_rows, held_out_rows, rows_of, same_text
+from ngpt_train.data.rows import LabelRows, Rows, chosen_rows, held_out_rows, rows_of, same_text
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.distributed.layouts import averaged_statistics
 from ngpt_train.distributed.world import World

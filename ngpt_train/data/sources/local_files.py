@@ -207,16 +207,16 @@ def _units(files: Sequence[Path], hashes: FileHashes, held_out: bool) -> list[Sh
 
     for file in files:
         n_bytes = text_size(file, file.stat().st_size)
-        if n_bytes > UNIT_BYTES and (parts := _parts(file)):
+        parts = _parts(file) if n_bytes > UNIT_BYTES else []
+        if parts or size + n_bytes > UNIT_BYTES:
             end_group()
+        if parts:
             content = hashes.sha256(file)
             for part, part_size in parts:
                 add([extension(file), content, part], [file], part, part_size)
-            continue
-        if size + n_bytes > UNIT_BYTES:
-            end_group()
-        group.append(file)
-        size += n_bytes
+        else:
+            group.append(file)
+            size += n_bytes
     end_group()
     return units
 

@@ -14,8 +14,7 @@ import pytest
 from ngpt_train.data import TrainLoader, open_dataset, reader_of
 from ngpt_train.data.loader import Share, latest
 from ngpt_train.data.mixed import Mixture, Turns
-from ngpt_train.data.rows import Cursor
-from ngpt_train.data.streamed_text import Stream, StreamedText, Windows
+from ngpt_train.data.streamed_text import Cursor, Stream, StreamedText, Windows
 from tests.processes.runs import write_parquet_shards
 from tests.unit.data.test_streams import SHARDS, consumed, streamed
 
@@ -59,15 +58,6 @@ def test_workers_make_the_rows_of_a_mixture_that_their_rank_takes(world_size: in
             found.update((source, number) for number in numbers)
     assert found == expected
     assert set(found.values()) == {1}
-
-
-def test_the_default_on_128_ranks(tmp_path: Path) -> None:
-    """192 streams. Each rank reads three of them, and another rank reads the same three."""
-    config = streamed(write_parquet_shards(tmp_path / "text", (2000, 1500)), streams=192)
-    expected, end, _ = consumed(config, [(2, 1, 0)], batch_rows=256)
-    found, state, _ = consumed(config, [(1, 128, 0), (1, 1, 0)], batch_rows=256)
-    np.testing.assert_array_equal(found, expected)
-    assert state == end
 
 
 @pytest.mark.parametrize(("world_size", "together"), [(1, 1), (96, 1), (128, 2), (5, 5), (256, 4), (4096, 64)])

@@ -82,7 +82,7 @@ def rows(cfg: Config, n: int = ROWS) -> tuple[NDArray[np.int64], dict[str, str]]
     reader = reader_of(open_dataset(cfg), cfg)
     try:
         taken = [np.stack(reader.take(np.arange(first, first + 8))[:2], 1) for first in range(0, n, 8)]
-        return np.concatenate(taken), dict(reader.skipped())
+        return np.concatenate(taken), dict(reader.state().skipped)
     finally:
         reader.close()
 

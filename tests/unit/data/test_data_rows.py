@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.data import TrainLoader, merged
-from ngpt_train.data.best_fit import Span, best_fit
 from ngpt_train.data.dataset import Tokens
 from ngpt_train.data.loader import PreparedReader, data_hash, hash_of_rows
 from ngpt_train.data.permutation import shuffled
-from ngpt_train.data.rows import BestFit, NextToken, RowFormat, Rows, rows_of
-from ngpt_train.data.streamed_text import window_shards
+from ngpt_train.data.rows import BestFit, NextToken, RowFormat, Rows, Span, best_fit, rows_of
+from ngpt_train.data.streamed_text import StreamSettings
 from ngpt_train.models.gpt.keys import GPTConfig
 
 CONTEXT, EOS = 5, 4321
@@ -66,7 +65,7 @@ def test_orders_of_few_rows_are_all_as_likely(n: int) -> None:
 def test_the_order_of_more_rows_is_what_it_was() -> None:
     """Runs go on with it, and so do windows of few shards. The numbers are older than the shuffle of few rows."""
     assert shuffled(np.arange(10), 10, 5).tolist() == [8, 3, 7, 9, 6, 5, 0, 4, 2, 1]
-    assert window_shards(7, 7, 0, 0, 5) == [1, 0, 3, 4, 6, 5, 2]
+    assert StreamSettings(1, 7, 5, RowFormat(CONTEXT, EOS)).shards(7, 0, 0) == [1, 0, 3, 4, 6, 5, 2]
 
 
 def test_shuffle_looks_random() -> None:

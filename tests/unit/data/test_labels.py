@@ -19,8 +19,8 @@ from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data import open_dataset
 from ngpt_train.data.dataset import Examples
 from ngpt_train.data.epochs import planned_rows
-from ngpt_train.data.label_rows import LabelRows, joined
-from ngpt_train.data.labelled import label_of
+from ngpt_train.data.examples import label_of
+from ngpt_train.data.rows import LabelRows, joined
 from ngpt_train.data.tokenizers import load_tokenizer
 from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.answers import Answers

@@ -17,8 +17,8 @@ from ngpt_train.core.constants import IGNORED, PADDING
 from ngpt_train.core.errors import DataError
 from ngpt_train.data import TrainLoader, merged, open_dataset, reader_of
 from ngpt_train.data.dataset import Pairs
+from ngpt_train.data.examples import open_pairs
 from ngpt_train.data.pair_rows import WINDOW, PairRows, rows_multiple, window_of
-from ngpt_train.data.pairs import open_pairs
 from ngpt_train.data.sources.local_files import text_files
 from ngpt_train.models import build_model
 

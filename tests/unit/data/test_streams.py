@@ -20,18 +20,9 @@ from ngpt_train.config import load_config
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.data import TrainLoader, merged, open_dataset, reader_of
-from ngpt_train.data.rows import Cursor
+from ngpt_train.data.rows import RowFormat
 from ngpt_train.data.sources.source import place_of
-from ngpt_train.data.streamed_text import (
-    Piece,
-    Stream,
-    StreamedText,
-    Windows,
-    document_order,
-    first_place,
-    window_pieces,
-    window_shards,
-)
+from ngpt_train.data.streamed_text import Cursor, Piece, Stream, StreamedText, StreamSettings, Windows
 from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer
 from tests.processes.runs import write_parquet_shards
 
@@ -187,20 +178,21 @@ def test_best_fit_cuts_no_document_that_fits(text: Path) -> None:
 
 def test_orders_change_with_the_epoch() -> None:
     """Every document and shard once in each. Caught: epochs in one order; the last streams short of pieces in all."""
+    settings = StreamSettings(STREAMS, 4, 3, RowFormat(CONTEXT, EOS))
     sizes = [(0, 0), (1, 5), (2, 1000)]
-    orders = [window_pieces(sizes, STREAMS, epoch, 0, seed=3) for epoch in range(3)]
+    orders = [settings.pieces(sizes, epoch, 0) for epoch in range(3)]
     assert orders[0] != orders[1] != orders[2]
     for pieces in orders:
         covered = [(piece.shard, i) for piece in sorted(pieces) for i in range(piece.first, piece.last)]
         assert covered == [(shard, i) for shard, n in sizes for i in range(n)]
     piece = Piece(0, 3, 40)
-    documents_ = [document_order(piece, epoch, seed=3) for epoch in range(2)]
+    documents_ = [settings.document_order(piece, epoch) for epoch in range(2)]
     assert documents_[0] != documents_[1]
     assert sorted(documents_[0]) == sorted(documents_[1]) == list(range(3, 40))
-    firsts = [[first_place(STREAMS, stream, epoch, 0, seed=3) for stream in range(STREAMS)] for epoch in range(3)]
+    firsts = [[settings.first_place(stream, epoch, 0) for stream in range(STREAMS)] for epoch in range(3)]
     assert firsts[0] != firsts[1]
     assert [sorted(places) for places in firsts] == 3 * [list(range(STREAMS))]
-    windows = [[window_shards(10, 4, epoch, window, seed=1) for window in range(3)] for epoch in range(4)]
+    windows = [[settings.shards(10, epoch, window) for window in range(3)] for epoch in range(4)]
     assert len({str(epoch) for epoch in windows}) == 4
     for epoch in windows:
         assert [len(window) for window in epoch] == [4, 4, 2]
