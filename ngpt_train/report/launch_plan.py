@@ -172,11 +172,7 @@ def count_parameters(model: Decoder) -> dict[str, int]:
             path = name.split(".")  # layers.{i}.PART.{matrix}; outside of the blocks PART is the first word
             parts[path[2] if path[1:2] and path[1].isdigit() else path[0]] += parameter.numel()
     total = model.n_params()
-    return {
-        **parts,
-        "total": total,
-        "non_embedding": total - sum(parts[table] for table in TABLES),
-    }
+    return {**parts, "total": total, "non_embedding": total - sum(parts[table] for table in TABLES)}
 
 
 def describe_plan(plan: dict[str, Any]) -> str:

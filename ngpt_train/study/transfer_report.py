@@ -10,13 +10,7 @@ from ngpt_train.observe.console import format_count
 from ngpt_train.report.page import chart as drawn
 from ngpt_train.report.page.chart import Chart, Mark, styles
 from ngpt_train.report.page.pictures import Picture, write_picture
-from ngpt_train.study.drift import (
-    AXES,
-    NOT_RESOLVED,
-    Axis,
-    Optima,
-    place_of,
-)
+from ngpt_train.study.drift import AXES, NOT_RESOLVED, Axis, Optima, place_of
 
 FORMAT = 1
 FILE, FIGURE = "transfer.json", "transfer"

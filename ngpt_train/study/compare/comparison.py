@@ -32,11 +32,7 @@ FORMAT = 1
 
 
 def make_report(
-    given: Gathered,
-    found: Arms,
-    tuned: Sequence[str],
-    step_times: Times,
-    audits: Sequence[Mapping[str, Any]],
+    given: Gathered, found: Arms, tuned: Sequence[str], step_times: Times, audits: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """The content of report.json. Raises ConfigError for an unknown baseline or a single arm, DataError for runs that
     cannot be compared.

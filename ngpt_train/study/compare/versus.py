@@ -19,12 +19,7 @@ ONE_SEED = "one seed: the interval is without the noise between seeds"
 
 
 def versus(
-    arm: Arm,
-    baseline: Arm,
-    runs: Mapping[str, Sequence[Run]],
-    metric: str,
-    confidence: float,
-    step_times: Times,
+    arm: Arm, baseline: Arm, runs: Mapping[str, Sequence[Run]], metric: str, confidence: float, step_times: Times
 ) -> dict[str, Any]:
     """The arm's `verdict`, `differences`, `speedups` and `trends` (one at most) in report.json, and `notes`.
 

@@ -149,10 +149,7 @@ def test_of_whole_steps_at_scale(model: str, scale: str, recompute: str, layout:
     assert planned(config) == pytest.approx(counted_peak(config, ranks, local_size), rel=0.1)
 
 
-@pytest.mark.parametrize(
-    "recompute",
-    ["none", pytest.param("selective", marks=pytest.mark.slow), "full"],
-)
+@pytest.mark.parametrize("recompute", ["none", pytest.param("selective", marks=pytest.mark.slow), "full"])
 def test_of_whole_steps_under_ddp(recompute: str) -> None:
     """On real tensors, in a group of one: DDP's reducer, in C++, knows no fake ones. Caught: gradients counted twice,
     as DDP's buckets and as the parameters', or for a while alone."""
