@@ -27,6 +27,7 @@ from ngpt_train.study.definition import (
     SAME_BUDGET,
     Study,
     Value,
+    config_dir_of,
     merged,
     name_of,
     read_stored,
@@ -229,7 +230,7 @@ class Runs:
         return merged(with_trained_model(arguments))
 
     def _composed(self, arguments: Sequence[str]) -> Config:
-        return load_config(arguments, self.study.config_dir, world_size=1)
+        return load_config(arguments, config_dir_of(self.study.options), world_size=1)
 
     def result(self, point: Point, run: Path | None = None) -> Result:
         """The result of a point, from its run directory or the record of its crashes. run: the directory of an equal

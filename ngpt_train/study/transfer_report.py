@@ -22,10 +22,9 @@ def left_out(optima: Optima) -> list[str]:
     for one in optima.found:
         where = f"{one.architecture}, {place_of({'width': one.width, 'depth': one.depth, 'tokens': one.tokens})}"
         if one.tuning.state == "edge":
-            best = (
-                "every run failed" if one.tuning.best is None else f"the best lr, {one.tuning.best:g}, is at the edge"
-            )
-            lines.append(f"{where} is left out: untuned, {best}")
+            best = one.tuning.best
+            why = "every run failed" if best is None else f"the best lr, {best:g}, is at the edge"
+            lines.append(f"{where} is left out: untuned, {why}")
         elif not one.is_tuned:
             lines.append(f"{where} is left out: untuned, one lr was tried")
     return [*lines, *optima.notes]

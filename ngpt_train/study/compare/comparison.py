@@ -142,17 +142,17 @@ def write_reports(report: Mapping[str, Any], out: Path, step_times: Times | None
     """Writes report.json, report.md, report.html, figures/ and the measured step times into the directory `out`, in
     place of an earlier comparison's."""
     from ngpt_train.study.compare.output.charts import write_figures
-    from ngpt_train.study.compare.output.comparison_page import write_page
+    from ngpt_train.study.compare.output.comparison_page import html
     from ngpt_train.study.compare.output.document import document
 
     report = redacted(report)  # for the page and the document, too
-    write_json(out / "report.json", report)
+    write_json(out / REPORT, report)
     if step_times:
         write_json(out / STEP_TIMES, {"arms": step_times})
     captions = write_figures(report, out / "figures")
     text = document(report, {f"figures/{name}.png": said for name, said in captions.items()})
     write_atomically(out / "report.md", text.encode())
-    write_page(report, out / "report.html")
+    write_atomically(out / "report.html", html(report).encode())
 
 
 def check_out(out: Path) -> None:

@@ -55,7 +55,7 @@ def gather(paths: Sequence[Path]) -> Gathered:
         if path.resolve() not in seen:
             found.runs.append(read_run(path))
         seen.add(path.resolve())
-    if paths and len(paths) == 1:
+    if len(paths) == 1:
         found.title = paths[0].resolve().name
     check_evals(found.runs)
     return found

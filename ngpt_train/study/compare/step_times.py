@@ -48,9 +48,8 @@ def stored(out: Path, runs: Mapping[str, Run]) -> Times:
     for name, of_arm in found.items():
         where = f"{out / STEP_TIMES}: {name}"
         if checked(of_arm, {"untimed": TEXT}, where).get("untimed") is None:
-            checked(
-                of_arm, {"seconds_per_token": LIST, "step_time": ABOVE_0}, where, ("seconds_per_token", "step_time")
-            )
+            needed = {"seconds_per_token": LIST, "step_time": ABOVE_0}
+            checked(of_arm, needed, where, tuple(needed))
             of_rounds = {f"seconds_per_token[{n}]": seconds for n, seconds in enumerate(of_arm["seconds_per_token"])}
             checked(of_rounds, {"": ABOVE_0}, where, tuple(of_rounds))
     return found

@@ -1,9 +1,7 @@
 """report.html: one page with verdicts, figures and tables. It needs no network."""
 
 from html import escape
-from pathlib import Path
 
-from ngpt_train.core.files import write_atomically
 from ngpt_train.report.page.chart import Chart
 from ngpt_train.report.page.html import figure, glyph, header, links, page, scrolled, section
 from ngpt_train.report.rounded import DASH
@@ -33,12 +31,8 @@ BENEATH = {
 FOLDED = ("speedups", "differences", "runs")
 
 
-def write_page(report: Report, path: Path) -> None:
-    """Writes the page of `report` (report.json) to `path`."""
-    write_atomically(path, html(report).encode())
-
-
 def html(report: Report) -> str:
+    """The page of report.json."""
     drawn = [chart for make in charts.CHARTS if (chart := make(report)).has_marks]
     body = "\n".join([*_first_screen(report, drawn), *_sections(report, drawn)])
     title = f"{report['title']}: which is better, by how much, how sure"

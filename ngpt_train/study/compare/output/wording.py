@@ -108,10 +108,8 @@ def _lost(report: Report) -> list[str]:
             failed, ended = (
                 sum((x["arm"], x["budget"]) == (arm, budget) for x in report[name]) for name in ("failures", "losses")
             )
-            runs = f"{failed} of its {failed + ended} runs there failed"
-            said.append(
-                f"No comparison of {arm} at {si(budget)} tokens: {runs}. A failure counts as worse than any loss."
-            )
+            why = f"{failed} of its {failed + ended} runs there failed. A failure counts as worse than any loss"
+            said.append(f"No comparison of {arm} at {si(budget)} tokens: {why}.")
     return said
 
 
