@@ -8,6 +8,8 @@ from typing import Any
 
 BUDGETS = (1_048_576, 2_097_152, 4_194_304, 8_388_608)
 HOSTILE = 'x<img src="http://example.invalid/a.png" onerror="document.title=1">|*`b`</script>'
+SMALLEST: dict[str, Any] = {"arms": ("gpt", "ngpt"), "budgets": BUDGETS[-1:], "seeds": (1,), "untuned": ()}
+SMALLEST |= {"confounds": False, "failures": False, "nulls": True}
 GAIN = {"gpt": 1.0, "gpt_qk": 1.13, "ngpt": 1.6, "powernorm": 0.7}  # tokens of the baseline for a token of the arm
 
 

@@ -70,7 +70,8 @@ def measure(runs: Mapping[str, Run], own: Config, rounds: int = ROUNDS) -> Times
     from ngpt_train.study.random_steps import steps_of, with_vocabulary
     from ngpt_train.training.state import build_state
 
-    steps, untimed, on_cpu = {}, {}, not torch.cuda.is_available()
+    found: dict[str, dict[str, Any]] = {name: {"of": fingerprint(run)} for name, run in runs.items()}
+    steps, on_cpu = {}, not torch.cuda.is_available()
     for name, run in runs.items():
         try:
             config = read_yaml(run.path / "config.yaml")
@@ -84,7 +85,7 @@ def measure(runs: Mapping[str, Run], own: Config, rounds: int = ROUNDS) -> Times
         except (ConfigError, DataError, RuntimeError, ValueError, TypeError) as error:
             steps.pop(name, None)
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            untimed[name] = f"The steps of {name} could not be timed here: {reason}"
+            found[name]["untimed"] = f"The steps of {name} could not be timed here: {reason}"
     clock = time.process_time if on_cpu else time.perf_counter
     taken: dict[str, list[float]] = {name: [] for name in steps}
     walls: dict[str, list[float]] = {name: [] for name in steps}
@@ -96,18 +97,10 @@ def measure(runs: Mapping[str, Run], own: Config, rounds: int = ROUNDS) -> Times
             taken[name].append((clock() - started) / tokens[name])
             walls[name].append(time.perf_counter() - wall)
     device = "cpu" if on_cpu else torch.cuda.get_device_name()
-    return {
-        name: {"of": fingerprint(run), "untimed": untimed[name]}
-        if name in untimed
-        else {
-            "of": fingerprint(run),
-            "step_time": statistics.median(walls[name]),
-            "seconds_per_token": taken[name],
-            "tokens": tokens[name],
-            "device": device,
-        }
-        for name, run in runs.items()
-    }
+    for name in steps:
+        found[name] |= {"step_time": statistics.median(walls[name]), "seconds_per_token": taken[name]}
+        found[name] |= {"tokens": tokens[name], "device": device}
+    return found
 
 
 @dataclass(frozen=True)

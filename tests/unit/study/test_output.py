@@ -17,17 +17,10 @@ from ngpt_train.study.compare.output.charts import PICTURES, write_figures
 from ngpt_train.study.compare.output.comparison_page import html
 from ngpt_train.study.compare.output.document import code, console, document, escaped
 from ngpt_train.study.compare.phrases import BROUGHT
-from tests.example_report import BUDGETS, HOSTILE, certificate, example
+from tests.example_report import BUDGETS, HOSTILE, SMALLEST, certificate, example
 
 MINUS = "\N{MINUS SIGN}"
 PUBLISHED = Path(__file__).parents[3] / "docs" / "studies"
-SMALLEST: dict[str, Any] = {
-    "arms": ("gpt", "ngpt"),
-    "budgets": BUDGETS[-1:],
-    "seeds": (1,),
-    "untuned": (),
-    "nulls": True,
-}
 
 
 @pytest.mark.parametrize(

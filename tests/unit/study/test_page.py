@@ -12,17 +12,8 @@ import pytest
 
 from ngpt_train.study.compare.output.charts import difference, speedup
 from ngpt_train.study.compare.output.comparison_page import html
-from tests.example_report import BUDGETS, HOSTILE, example
+from tests.example_report import BUDGETS, HOSTILE, SMALLEST, example
 
-SMALLEST: dict[str, Any] = {
-    "arms": ("gpt", "ngpt"),
-    "budgets": BUDGETS[-1:],
-    "seeds": (1,),
-    "untuned": (),
-    "confounds": False,
-    "failures": False,
-    "nulls": True,
-}
 CASES: dict[str, dict[str, Any]] = {
     "usual": {},
     "smallest": SMALLEST,

@@ -288,16 +288,9 @@ def test_partial_configs(tmp_path: Path) -> None:
 
 
 def test_three_arms(tmp_path: Path) -> None:
-    found = by_key(
-        examine(
-            {
-                "a": [plant(tmp_path / "a", GPT)],
-                "b": [plant(tmp_path / "b", GPT)],
-                "c": [plant(tmp_path / "c", GPT | {"train.batch_rows": 16})],
-            },
-            under_test=["model"],
-        )
-    )
+    configs = {"a": GPT, "b": GPT, "c": GPT | {"train.batch_rows": 16}}
+    runs = {name: [plant(tmp_path / name, config)] for name, config in configs.items()}
+    found = by_key(examine(runs, under_test=["model"]))
     assert found["tokens_per_step"]["arms"] == ["a", "b", "c"]
     assert found["tokens_per_step"]["values"] == [512, 512, 1024]
     assert found["tokens_per_step"]["note"] == "through train.batch_rows"

@@ -3,7 +3,7 @@
 import fcntl
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from ngpt_train.study import runner as study_runner
 from ngpt_train.study.definition import Study
 from ngpt_train.study.points import DONE, FAILED, Point, Result, Runs
 from ngpt_train.study.search import Grids, Starts, next_points
-from tests.unit.study.small_study import YAML, FakeEngine, Outcome, good, leave, study_of
+from tests.unit.study.small_study import YAML, FakeEngine, Heard, Outcome, good, leave, study_of
 
 SHORT, ONE_SEED = "study.budgets=[5120]", "study.seeds=[0]"
 GPT = "gpt-5120-lr0.008-seed0"
@@ -36,15 +36,6 @@ def fixed_points(study: Study, starts: Starts, grids: Grids, results: Mapping[Po
 @pytest.fixture(autouse=True)
 def no_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study_runner, "next_points", fixed_points)
-
-
-class Heard(list[str]):
-    """In the place of the lines of progress."""
-
-    say = list.append
-
-    def update(self, results: Mapping[Point, Result], running: Sequence[Point], waiting: Sequence[Point]) -> None:
-        assert not set(results) & {*running, *waiting}
 
 
 def runner_of(study: Study, outcome: Outcome = good, retries: int = 2, jobs: int = 2, **more: Any) -> Any:

@@ -104,7 +104,7 @@ def test_within_is_of_the_interval_and_not_of_the_estimate() -> None:
 
 def test_what_counts_in_a_fit() -> None:
     """Caught: an unweighted fit; an interval that points off the line do not widen; an interval from one seed, whose
-    noise is not known; a drift of a single size."""
+    noise is not known."""
     drift = drift_of(rates(0.0, [0.05, 0.05, 0.05, 3.0], [0.0, 0.0, 0.0, -2.0]))
     assert abs(drift.octaves) < 0.05
     assert drift.verdict == "transfers"
@@ -113,8 +113,6 @@ def test_what_counts_in_a_fit() -> None:
     unknown = drift_of([*rates(-1.0, [0.1] * 3), (0.0025, None, None)])
     assert (unknown.low, unknown.high, unknown.verdict) == (None, None, "not resolved")
     assert unknown.octaves == pytest.approx(-3)
-    with pytest.raises(ValueError, match="two sizes"):
-        fit_drift([64, 64], rates(0.0, [0.1] * 2), 0.5, 0.95)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
