@@ -76,10 +76,8 @@ def make(
         sizes = measure(configs, engine.threads, is_here)
         near = rehearsal(study, runs)
         expected = costs(study, runs, sizes, near)
-        print(
-            "\n\n".join(filter(None, [table(study, expected, sizes, engine.jobs), cost_of_phases(study, runs, near)])),
-            flush=True,
-        )
+        said = (table(study, expected, sizes, engine.jobs), cost_of_phases(study, runs, near))
+        print("\n\n".join(filter(None, said)), flush=True)
         if lock is None:
             return 0
         write_study(study)
@@ -91,10 +89,8 @@ def make(
             complete = runner.complete()
         if not complete:
             others = "have saved" if is_here else "stay in the queue"
-            print(
-                f"interrupted: {len(runner.results)} runs have ended, the others {others}; the same command goes on",
-                flush=True,
-            )
+            state = f"{len(runner.results)} runs have ended, the others {others}"
+            print(f"interrupted: {state}; the same command goes on", flush=True)
             return 0
         if found := phases(study, runs.start, runs.grids, runner.results):
             write_phases(study.path, found)

@@ -261,14 +261,9 @@ def _curves(arm: Arm, metric: str) -> list[dict[str, Any]]:
         train = train[:: max(1, math.ceil(len(train) / MOST_POINTS))]
         columns = {name: [record.get(key) for record in evals] for name, key in CURVE.items()}
         columns["loss"] = [compared(record, metric) for record in evals]
-        entries.append(
-            {
-                **_point(trial),
-                "best": trial.loss is not None and trial.values == arm.best.get(trial.budget),
-                "eval": columns,
-                "train": {"tokens": [x["tokens"] for x in train], "loss": [x["loss"] for x in train]},
-            }
-        )
+        is_best = trial.loss is not None and trial.values == arm.best.get(trial.budget)
+        of_train = {name: [record[name] for record in train] for name in ("tokens", "loss")}
+        entries.append({**_point(trial), "best": is_best, "eval": columns, "train": of_train})
     return entries
 
 

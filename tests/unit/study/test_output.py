@@ -55,12 +55,8 @@ def test_sizes(size: float, shown: str) -> None:
 def test_a_confound_stands_with_its_values_and_its_size() -> None:
     """Caught: a first page that names keys alone."""
     report = example()
-    report["referee"][-1] |= {
-        "key": "optim.weight_decay",
-        "values": [0.1, 0.3],
-        "size": 3.0,
-        "note": "not the recipe's",
-    }
+    report["referee"][-1] |= {"key": "optim.weight_decay", "values": [0.1, 0.3]}
+    report["referee"][-1] |= {"size": 3.0, "note": "not the recipe's"}
     shown = "(0.3 in gpt_qk; 0.1 in gpt; 3 times; not the recipe's)"
     assert wording.confound(report["referee"][-1]) == shown
     assert f"`optim.weight_decay` {escaped(shown)}" in document(report, {}).split("## End loss")[0]

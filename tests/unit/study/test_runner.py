@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,8 @@ GPT = "gpt-5120-lr0.008-seed0"
 
 def fixed_points(study: Study, starts: Starts, grids: Grids, results: Mapping[Point, Result]) -> list[Point]:
     """One learning rate for each arm, budget and seed, without tuning."""
-    points = [
-        Point(arm, budget, (("optim.lr", starts(arm, budget)),), seed)
-        for arm in study.arms
-        for budget in study.budgets
-        for seed in study.seeds
-    ]
+    each = product(study.arms, study.budgets, study.seeds)
+    points = [Point(arm, budget, (("optim.lr", starts(arm, budget)),), seed) for arm, budget, seed in each]
     return [point for point in points if point not in results]
 
 

@@ -208,15 +208,8 @@ def test_a_transfer_that_is_interrupted_is_completed_by_the_same_command(
     that are others at the next start; a report that is not written at the end."""
     monkeypatch.setattr(runner, "measure", lambda configs, *_: dict.fromkeys(configs, ArmSize(1, 1, None, "")))
     monkeypatch.setattr(runner, "local_engine", lambda config, gpus, cores, runs: engine)
-    given = [
-        "model=ngpt",
-        "scale=debug",
-        "data=embedded",
-        "tokenizer=bytes",
-        "study.budgets=[51200]",
-        "study.seeds=[0]",
-    ]
-    given += ["transfer.widths=[32,64]", f"study.root={tmp_path}", "train.device=cpu"]
+    given = ["model=ngpt", "scale=debug", "data=embedded", "tokenizer=bytes", "train.device=cpu"]
+    given += ["transfer.widths=[32,64]", "study.budgets=[51200]", "study.seeds=[0]", f"study.root={tmp_path}"]
     root = tmp_path / "transfer-ngpt-debug"
     stored = cache(lambda: Runs(read_stored(root)))
     seen: list[list[str]] = []

@@ -289,18 +289,8 @@ def tuning(report: Report) -> Table:
         chosen = report["arms"][t["arm"]]["best_by_budget"].get(str(t["budget"]), {}).get(t["key"])
         state = "bracketed" if t["state"] == "bracketed" else f"untuned ({t['state']})"
         points = f"{len(t['points'])}" + (f", {failed} failed" if failed else "")
-        rows.append(
-            [
-                t["arm"],
-                si(t["budget"]),
-                t["key"],
-                state,
-                short(chosen),
-                _optimum(t),
-                number(t["price_of_grid"], 4),
-                points,
-            ]
-        )
+        found = (state, short(chosen), _optimum(t), number(t["price_of_grid"], 4), points)
+        rows.append([t["arm"], si(t["budget"]), t["key"], *found])
     columns = [("Arm", ARM), ("Budget (tokens)", NUMBER), ("Key", CODE), ("State", VERDICT)]
     names = ["Best tried", "Optimum of the parabola", "Price of the grid", "Points tried"]
     columns += [(name, NUMBER) for name in names]
