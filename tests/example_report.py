@@ -111,7 +111,9 @@ def example(
                     how = {"unit": unit, "how": "within_schedule", "extrapolated": False, "note": None}
                     speedups.append({**names, **ends, **how, "clock": None})
 
-    def difference(arm: str, key: str, values: list[Any], kind: str, note: str, size: Any = None) -> dict[str, Any]:
+    def difference(
+        arm: str, key: str, values: list[Any], kind: str, note: str, size: float | None = None
+    ) -> dict[str, Any]:
         return {"arms": [baseline, arm], "key": key, "values": values, "kind": kind, "size": size, "note": note}
 
     referee = [
@@ -121,8 +123,8 @@ def example(
         difference(x, "optim.weight_decay", [0.1, 0.0], "follows", f"the recipe of {x} sets it") for x in others
     ]
     if confounds and others:
-        fewer, size = "fewer steps at equal tokens", "2 times the tokens per step"
-        referee.append(difference(others[-1], "train.batch_tokens", [8192, 16384], "confound", fewer, size))
+        fewer = "fewer steps at equal tokens"
+        referee.append(difference(others[-1], "train.batch_tokens", [8192, 16384], "confound", fewer, 2.0))
         stored = "parameters are stored otherwise"
         referee.append(difference(others[0], "train.precision", ["fp32", "bf16"], "confound", stored))
     failed_points = [

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from ngpt_train.config.keys import AUTO, TABLES
 from ngpt_train.config.stored import GONE
@@ -308,8 +309,6 @@ def read_run(path: Path) -> Run:
 
 def _config(path: Path) -> Record:
     """The keys of a config.yaml by dotted name, with values of JSON. Raises DataError."""
-    import yaml
-
     try:
         tree = parse_json(json.dumps(yaml.safe_load(read_yaml_text(path))).encode())  # no dates, no sets
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:

@@ -298,7 +298,6 @@ def no_rows(run: Path) -> None:
     ("tamper", "said"),
     [
         (facts(threads=-3), r"run\.json: starts\[0\]: threads="),
-        (facts(world_size="two"), r"run\.json: starts\[0\]: world_size="),
         (facts(threads=10**6), "room for"),
         (facts(step=4), "does not say how the run began"),
         (edit(lambda lines: [*lines, {"kind": "train", "loss": 5.5}]), "step=null is not"),

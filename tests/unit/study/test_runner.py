@@ -275,9 +275,6 @@ def test_a_finished_run_without_records(tmp_path: Path) -> None:
     (study.runs / GPT / "metrics.jsonl").unlink()
     with pytest.raises(DataError, match=rf"{GPT}/metrics.jsonl cannot be read.*delete the directory"):
         runner_of(study).complete()
-    (study.runs / GPT / "exit.json").write_text("[]")
-    with pytest.raises(DataError, match=rf"{GPT}/exit.json: "):
-        runner_of(study).complete()
 
 
 def test_a_run_that_nobody_asks_for_any_more_has_a_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -336,8 +336,7 @@ def referee(report: Report) -> Table:
     rows = []
     for keys, entry in sorted(alike(differing(report)), key=lambda found: list(words).index(found[1]["kind"])):
         values = "in Tuning" if keys[0] in tuned and entry["kind"] == "follows" else values_in_arms(entry)
-        size = size_text(entry["size"]) if entry["size"] is not None else ""
-        note = "; ".join(filter(None, [size, entry["note"]])) or DASH
+        note = "; ".join(filter(None, [size_text(entry["size"]), entry["note"]])) or DASH
         rows.append([words[entry["kind"]], ", ".join(keys), values, note])
     columns = [("Kind", VERDICT), ("What differs", CODE), ("Values", TEXT), ("Size, note", TEXT)]
     note = (
