@@ -36,8 +36,6 @@ from ngpt_train.study.progress_lines import ProgressLines
 from ngpt_train.study.search import next_points, phases
 
 LOOK_SECONDS = 0.5
-REFUSED = 2  # exit code: wrong configuration
-UNREADABLE = 3  # exit code: unreadable data, tokenizer or checkpoint
 
 
 def make(
@@ -294,12 +292,13 @@ class Runner:
             return
         _check_whole(run)
         how = ended.how or f"ended with code {ended.code}"
-        if ended.code == REFUSED and DirectoryLock(run).is_taken():  # another study resumed it first
+        if ended.code == ConfigError.exit_code and DirectoryLock(run).is_taken():  # another study resumed it first
             self._awaited.add(point)
             return
-        if ended.code == REFUSED:
+        if ended.code == ConfigError.exit_code:
             raise ConfigError(f"run {point.directory} was refused: {how.removeprefix('error: ')}")
-        if ended.code == UNREADABLE and not (run / "config.yaml").exists():  # the other runs would not find it either
+        if ended.code == DataError.exit_code and not (run / "config.yaml").exists():
+            # The other runs would not find it either.
             raise DataError(f"run {point.directory} cannot begin: {how.removeprefix('error: ')}")
         self._attempts[point] += 1
         if self._attempts[point] <= self.retries:

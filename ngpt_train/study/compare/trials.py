@@ -118,7 +118,7 @@ def read_arm(
         if (first := trials.setdefault((budget, values, seed), trial)) is not trial:
             notes.append(f"{run.path} is left out: it is the same point as {first.run.path}")
     arm = Arm(name, sorted(trials.values(), key=lambda t: (t.budget, repr(t.values), t.seed)), notes=notes)
-    table: dict[int, dict[Values, dict[int, float]]] = {}
+    table: dict[int, Trials] = {}  # by budget
     for trial in arm.trials:
         of_seed = table.setdefault(trial.budget, {}).setdefault(trial.values, {})
         failed = math.inf if trial.reason.startswith(DIVERGED) else math.nan
