@@ -81,3 +81,11 @@ def test_intervals_hold_where_they_failed(name: str) -> None:
 def test_coverage(name: str) -> None:
     case = {**CASES, **OTHERS}[name]
     check(case, simulate(case, 400, seed=1), 400)
+
+
+@pytest.mark.slow
+def test_equal_noise_gives_narrower_intervals_than_a_budget_alone() -> None:
+    """Caught: intervals from each budget alone. Theirs would be Student's with 2 degrees of freedom."""
+    found = simulate(Case(**FIXED), 40)
+    own = 2 * 4.303 * np.sqrt(np.pi) / 2 * 0.03 * np.sqrt(2 / 3)
+    assert np.mean(found.width) < 0.93 * own
