@@ -46,8 +46,9 @@ def start(job: dict[str, Any]) -> Any:
         init_timeout=job["start_timeout"],
     )
     shown = {name: job[name] for name in ("id", "name", "group", "tags", "notes", "project", "entity", "config")}
-    mode = "online" if job["online"] else "offline"
-    run = wandb.init(mode=mode, resume="allow", dir=job["run_dir"], settings=settings, **shown)
+    run = wandb.init(
+        mode="online" if job["online"] else "offline", resume="allow", dir=job["run_dir"], settings=settings, **shown
+    )
     # Records are logged without a wandb step, because wandb drops steps below its last one, as after a resume. The x
     # axis is tokens; a panel may take any other of AXES, which every record has.
     for axis in AXES:
