@@ -127,12 +127,8 @@ def make_plan(config: Config, overrides: Sequence[str] = (), options: Sequence[s
         },
     }
     if choice is not None:
-        plan["choice"] = {
-            "device": config.plan.device,
-            "overrides": choice.overrides,
-            "predicted": choice.predicted,
-            "limit": choice.limit,
-        }
+        plan["choice"] = {"device": config.plan.device, "overrides": choice.overrides}
+        plan["choice"] |= {"predicted": choice.predicted, "limit": choice.limit}
     if config.plan.flops_per_s is not None:
         plan["flops_per_s"] = config.plan.flops_per_s
         plan["hours"] = plan["total_flops"] / (config.plan.flops_per_s * world_size) / 3600

@@ -154,16 +154,9 @@ def why(word: str, arm: Arm, baseline: Arm, budget: int, found: Difference) -> s
 
 
 def _of_difference(found: Difference, confidence: float, needed: Mapping[str, int | None] | None) -> dict[str, Any]:
-    return {
-        "estimate": found.estimate,
-        "low": found.low,
-        "high": found.high,
-        "confidence": confidence,
-        "noise_seeds": float(np.sqrt(found.spread.seeds[0])),  # standard errors of the estimate
-        "noise_rows": float(np.sqrt(found.spread.rows[0])),
-        "n_seeds": found.n_seeds,
-        "n_rows": found.n_rows,
-        "resolved": found.is_resolved,
-        "detectable": detectable(found.spread, confidence) if found.n_seeds > 1 else None,
-        "needed": needed,
-    }
+    """noise_seeds, noise_rows: standard errors of the estimate."""
+    ends = {"estimate": found.estimate, "low": found.low, "high": found.high, "confidence": confidence}
+    seeds, rows = (float(np.sqrt(variances[0])) for variances in (found.spread.seeds, found.spread.rows))
+    counts = {"n_seeds": found.n_seeds, "n_rows": found.n_rows, "resolved": found.is_resolved}
+    least = detectable(found.spread, confidence) if found.n_seeds > 1 else None
+    return {**ends, "noise_seeds": seeds, "noise_rows": rows, **counts, "detectable": least, "needed": needed}
