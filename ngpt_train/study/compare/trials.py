@@ -113,7 +113,7 @@ def read_arm(
         reason = failure(run)
         loss = None if reason else compared(run.evals[-1], metric)
         if reason is None and loss is None:
-            reason, loss = f"its validation has no {metric}", None
+            reason = f"its validation has no {metric}"
         trial = Trial(name, run, budget, values, seed, loss, reason or "")
         if (first := trials.setdefault((budget, values, seed), trial)) is not trial:
             notes.append(f"{run.path} is left out: it is the same point as {first.run.path}")

@@ -40,7 +40,7 @@ def short(value: Any, digits: int = 4) -> str:
 
 def budget_of(report: Report, arm: str) -> int | None:
     """The budget of the arm's verdict: the largest shared with the baseline, else the arm's largest."""
-    shared = [d["budget"] or 0 for d in report["differences"] if d["arm"] == arm and d["estimate"] is not None]
+    shared = [d["budget"] for d in report["differences"] if d["arm"] == arm and d["estimate"] is not None]
     return max(shared or map(int, report["arms"][arm]["best_by_budget"]), default=None)
 
 
