@@ -8,6 +8,8 @@ from typing import Any
 
 BUDGETS = (1_048_576, 2_097_152, 4_194_304, 8_388_608)
 HOSTILE = 'x<img src="http://example.invalid/a.png" onerror="document.title=1">|*`b`</script>'
+SMALLEST: dict[str, Any] = {"arms": ("gpt", "ngpt"), "budgets": BUDGETS[-1:], "seeds": (1,), "untuned": ()}
+SMALLEST |= {"confounds": False, "failures": False, "nulls": True}
 GAIN = {"gpt": 1.0, "gpt_qk": 1.13, "ngpt": 1.6, "powernorm": 0.7}  # tokens of the baseline for a token of the arm
 
 
@@ -109,7 +111,9 @@ def example(
                     how = {"unit": unit, "how": "within_schedule", "extrapolated": False, "note": None}
                     speedups.append({**names, **ends, **how, "clock": None})
 
-    def difference(arm: str, key: str, values: list[Any], kind: str, note: str, size: Any = None) -> dict[str, Any]:
+    def difference(
+        arm: str, key: str, values: list[Any], kind: str, note: str, size: float | None = None
+    ) -> dict[str, Any]:
         return {"arms": [baseline, arm], "key": key, "values": values, "kind": kind, "size": size, "note": note}
 
     referee = [
@@ -119,8 +123,8 @@ def example(
         difference(x, "optim.weight_decay", [0.1, 0.0], "follows", f"the recipe of {x} sets it") for x in others
     ]
     if confounds and others:
-        fewer, size = "fewer steps at equal tokens", "2 times the tokens per step"
-        referee.append(difference(others[-1], "train.batch_tokens", [8192, 16384], "confound", fewer, size))
+        fewer = "fewer steps at equal tokens"
+        referee.append(difference(others[-1], "train.batch_tokens", [8192, 16384], "confound", fewer, 2.0))
         stored = "parameters are stored otherwise"
         referee.append(difference(others[0], "train.precision", ["fp32", "bf16"], "confound", stored))
     failed_points = [

@@ -13,8 +13,6 @@ from ngpt_train.observe.console import Clock, LogFile, console_sink
 from ngpt_train.observe.sinks import JsonlSink, TensorboardSink
 from ngpt_train.observe.wandb_sink import WandbSink
 
-__all__ = ["build_sinks"]
-
 
 def build_sinks(
     config: Config,

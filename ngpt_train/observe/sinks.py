@@ -87,8 +87,8 @@ class JsonlSink(Sink):
 def _record_key(record: dict[str, Any] | None) -> tuple[str, int, int] | None:
     """(kind, step, number) of a record; None for a damaged line, for example after a kill. Only rollbacks have a number
     other than 0."""
-    kind, step = (record.get("kind"), record.get("step")) if record is not None else (None, None)
-    number = record.get("number", 0) if record is not None else 0
+    fields = record or {}
+    kind, step, number = fields.get("kind"), fields.get("step"), fields.get("number", 0)
     return (kind, step, number) if isinstance(kind, str) and type(step) is type(number) is int else None
 
 

@@ -45,19 +45,9 @@ def start(job: dict[str, Any]) -> Any:
         x_stats_pid=job["trainer_pid"],
         init_timeout=job["start_timeout"],
     )
+    shown = {name: job[name] for name in ("id", "name", "group", "tags", "notes", "project", "entity", "config")}
     run = wandb.init(
-        mode="online" if job["online"] else "offline",
-        id=job["id"],
-        resume="allow",
-        name=job["name"],
-        group=job["group"],
-        tags=job["tags"],
-        notes=job["notes"],
-        project=job["project"],
-        entity=job["entity"],
-        dir=job["run_dir"],
-        config=job["config"],
-        settings=settings,
+        mode="online" if job["online"] else "offline", resume="allow", dir=job["run_dir"], settings=settings, **shown
     )
     # Records are logged without a wandb step, because wandb drops steps below its last one, as after a resume. The x
     # axis is tokens; a panel may take any other of AXES, which every record has.

@@ -51,16 +51,9 @@ class WandbSink(Sink):
         self._log_path = run_dir / "logs" / "wandb.log"
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         self._sync_command = f"wandb sync {run_dir}/wandb/*run-*"
-        shown = {
-            "name": settings.name or run_dir.name,
-            "group": settings.group,
-            "tags": settings.tags,
-            "notes": settings.notes,
-            "project": settings.project or PROJECT,
-            "entity": settings.entity,
-            "config": config,
-            "summary": dict(summary or {}),
-        }
+        shown = {name: getattr(settings, name) for name in ("group", "tags", "notes", "entity")}
+        shown |= {"name": settings.name or run_dir.name, "project": settings.project or PROJECT}
+        shown |= {"config": config, "summary": dict(summary or {})}
         self._job = {
             **redacted(shown),
             "id": _run_id(run_dir),

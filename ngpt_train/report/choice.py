@@ -1,7 +1,7 @@
 """Micro rows, recomputation and layout for a card's memory, by the memory that `plan` predicts."""
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -64,7 +64,7 @@ def choose(config: Config, overrides: Sequence[str] = ()) -> Choice:
         fitting = rows if all_fit else rows[: bisect_right(rows[:-1], limit, key=predict)]
         if fitting:
             chosen = _with_rows(candidate, fitting[-1])
-            return Choice(chosen, _as_overrides(chosen, given), predict(fitting[-1]), limit)
+            return Choice(chosen, _as_arguments(chosen, given), predict(fitting[-1]), limit)
         least = predict(rows[0])
         if smallest is None or least < smallest[0]:
             smallest = least, _with_rows(candidate, rows[0])
@@ -72,7 +72,7 @@ def choose(config: Config, overrides: Sequence[str] = ()) -> Choice:
     needed, with_least = smallest
     raise ConfigError(
         f"plan.device={device}: nothing fits on {config.plan.world_size} of them: the smallest, "
-        f"{' '.join(_settings(with_least).values())}, needs {needed / GIB:.1f} GiB a rank, and "
+        f"{' '.join(_as_arguments(with_least))}, needs {needed / GIB:.1f} GiB a rank, and "
         f"{limit / GIB:.1f} GiB of the card's {CARDS[device]} may be planned. Plan for more ranks, a larger card or "
         "fewer tokens of context, or leave out what keeps it from recomputing or sharding."
     )
@@ -136,15 +136,12 @@ def _predicted(config: Config, model: Decoder, micro_rows: int) -> int:
     return sum(item.bytes for item in memory_per_rank(config, model, planned_layout(config)))
 
 
-def _settings(config: Config) -> dict[str, str]:
-    return {
-        "train.micro_rows": f"train.micro_rows={config.train.micro_rows}",
-        "train.activation_checkpointing": f"train.activation_checkpointing={config.train.activation_checkpointing}",
-        "parallel": f"parallel={config.parallel.kind}",
-    }
-
-
-def _as_overrides(config: Config, given: set[str]) -> list[str]:
+def _as_arguments(config: Config, given: Set[str] = frozenset()) -> list[str]:
     """The choice as arguments, without the user's own."""
+    chosen = {
+        "train.micro_rows": config.train.micro_rows,
+        "train.activation_checkpointing": config.train.activation_checkpointing,
+        "parallel": config.parallel.kind,
+    }
     kept = given | ({"parallel"} if given & LAYOUT_KEYS else set())
-    return [setting for name, setting in _settings(config).items() if name not in kept]
+    return [f"{name}={value}" for name, value in chosen.items() if name not in kept]

@@ -127,12 +127,8 @@ def make_plan(config: Config, overrides: Sequence[str] = (), options: Sequence[s
         },
     }
     if choice is not None:
-        plan["choice"] = {
-            "device": config.plan.device,
-            "overrides": choice.overrides,
-            "predicted": choice.predicted,
-            "limit": choice.limit,
-        }
+        plan["choice"] = {"device": config.plan.device, "overrides": choice.overrides}
+        plan["choice"] |= {"predicted": choice.predicted, "limit": choice.limit}
     if config.plan.flops_per_s is not None:
         plan["flops_per_s"] = config.plan.flops_per_s
         plan["hours"] = plan["total_flops"] / (config.plan.flops_per_s * world_size) / 3600
@@ -172,11 +168,7 @@ def count_parameters(model: Decoder) -> dict[str, int]:
             path = name.split(".")  # layers.{i}.PART.{matrix}; outside of the blocks PART is the first word
             parts[path[2] if path[1:2] and path[1].isdigit() else path[0]] += parameter.numel()
     total = model.n_params()
-    return {
-        **parts,
-        "total": total,
-        "non_embedding": total - sum(parts[table] for table in TABLES),
-    }
+    return {**parts, "total": total, "non_embedding": total - sum(parts[table] for table in TABLES)}
 
 
 def describe_plan(plan: dict[str, Any]) -> str:

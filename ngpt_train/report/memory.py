@@ -59,11 +59,7 @@ def memory_per_rank(config: Config, model: Decoder, layout: Layout) -> list[Memo
     copies = sum(linear.matrix.numel() for linear in with_bf16_copy)
     found = activations_of(config, model, layout)
     activations = activation_items(found, found.kept, max(found.logits, found.working))
-    items = [
-        *state_items(model, 0, config.optim),
-        *cast_items(model, dtype, recompute != "none", copies),
-        *activations,
-    ]
+    items = [*state_items(model, 0, config.optim), *cast_items(model, dtype, recompute != "none", copies), *activations]
     if layout.kind == "ddp" or layout.micro_batches > 1:
         return items
     return [gradients_at_peak(item, model, activations) if item.name == "gradients" else item for item in items]

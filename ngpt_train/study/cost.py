@@ -99,10 +99,8 @@ def cost_of_phases(study: Study, runs: Runs, near: Mapping[Point, Result]) -> st
         if (arm, budget) in found
     ]
     where = "" if study.descent_budget else ", and likewise at the others"
-    first = (
-        f"Runs of each phase at {format_count(budget)} tokens{where}, if no key gains. A key that gains takes more of "
-    )
-    first += "its values and seeds, and another cycle through rate and keys"
+    first = f"Runs of each phase at {format_count(budget)} tokens{where}, if no key gains. A key that gains takes "
+    first += "more of its values and seeds, and another cycle through rate and keys"
     first += f", up to {study.descent_runs} runs of an arm." if study.descent_runs else "."
     return "\n".join([first, *lines]) if lines else ""
 

@@ -92,14 +92,9 @@ class Study:
         """The keys that any arm is tuned for."""
         return list(dict.fromkeys([LR, *(key for arm in self.arms for key in self.keys_of(arm))]))
 
-    @property
-    def config_dir(self) -> str | None:
-        """The directory of the user's own YAML files."""
-        return config_dir_of(self.options)
-
 
 def config_dir_of(options: Sequence[str]) -> str | None:
-    """The directory in `--config-dir DIR`."""
+    """The directory of the user's own YAML files, in `--config-dir DIR`."""
     found = [value for option, value in pairwise(options) if option == "--config-dir"]
     return found[-1] if found else None
 

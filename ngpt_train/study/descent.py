@@ -12,15 +12,7 @@ from ngpt_train.core.files import read_json, write_json
 from ngpt_train.core.recorded import COUNT, NUMBER, TEXT, all_checked
 from ngpt_train.study.definition import LR, Study
 from ngpt_train.study.rates import At, Lattice, first_rates, next_rates
-from ngpt_train.study.tuning import (
-    Trials,
-    Values,
-    best_values,
-    changed,
-    noise_between_seeds,
-    sorted_values,
-    without,
-)
+from ngpt_train.study.tuning import Trials, Values, best_values, changed, noise_between_seeds, sorted_values, without
 
 GAINED, WITHIN_NOISE, OUT_OF_RUNS = "gained", "within_noise", "out_of_runs"
 FILE = "descent.json"  # in the study's directory: the phases of all arms

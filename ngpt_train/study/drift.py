@@ -125,8 +125,7 @@ class Drift:
 
 
 def fit_drift(sizes: Sequence[float], rates: Sequence[Rate], within: float, confidence: float) -> Drift:
-    """The drift over `sizes`, with the best rate of each. All intervals have the same confidence. Raises ValueError for
-    fewer than two sizes.
+    """The drift over two or more `sizes`, with the best rate of each. All intervals have the same confidence.
 
     A least-squares line, each rate weighted by the wider side of its interval. If the rates scatter more than their
     intervals allow, the drift's interval grows by that factor. Without the interval of a rate the drift has none.
@@ -136,8 +135,6 @@ def fit_drift(sizes: Sequence[float], rates: Sequence[Rate], within: float, conf
     """
     x = np.array([math.log2(size) for size in sizes])
     y = np.array([math.log2(lr) for lr, _, _ in rates])
-    if len(set(x)) < 2:
-        raise ValueError("a drift needs two sizes or more")
     known = [
         max(math.log2(lr / low), math.log2(high / lr), _LEAST_OCTAVES)
         for lr, low, high in rates

@@ -27,6 +27,7 @@ from ngpt_train.study.definition import (
     SAME_BUDGET,
     Study,
     Value,
+    config_dir_of,
     merged,
     name_of,
     read_stored,
@@ -97,7 +98,7 @@ class Runs:
         self.study = study
         # Composing takes some 50 ms, and each turn of the loop asks again.
         self.steps = cache(self._steps)
-        self.config = cache(self._config)
+        self.config = cache(lambda point: self._composed(self.arguments(point)))
         self.start = cache(self._start)
         self.grids = cache(self._grids)
         self._of_arm = cache(self._of_an_arm)
@@ -149,9 +150,6 @@ class Runs:
         for key, value in [(key, value) for key, values in listed.items() for value in values[1:]]:
             self.config(replace(first, values=tuple(sorted((dict(first.values) | {key: value}).items()))))
         return steps
-
-    def _config(self, point: Point) -> Config:
-        return self._composed(self.arguments(point))
 
     def _start(self, arm: str, budget: int) -> float:
         """The learning rate of the arm's recipe at this budget."""
@@ -229,7 +227,7 @@ class Runs:
         return merged(with_trained_model(arguments))
 
     def _composed(self, arguments: Sequence[str]) -> Config:
-        return load_config(arguments, self.study.config_dir, world_size=1)
+        return load_config(arguments, config_dir_of(self.study.options), world_size=1)
 
     def result(self, point: Point, run: Path | None = None) -> Result:
         """The result of a point, from its run directory or the record of its crashes. run: the directory of an equal
@@ -259,9 +257,7 @@ class Runs:
             stored = _stored(path, path.stat().st_mtime_ns)
             if stored is None or _is_clearly_another(stored, config) or differences(stored, config):
                 continue
-            result = self.result(point, run)
-            if result.state != WAITING:
-                found.append(result)
+            found.append(self.result(point, run))
         found.sort(key=lambda result: (result.state != DONE, not result.is_final))
         return found[0].run if found else None
 

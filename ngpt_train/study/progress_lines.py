@@ -128,10 +128,7 @@ class ProgressLines:
 
 
 def summary(
-    results: Mapping[Point, Result],
-    running: Sequence[Point],
-    waiting: Sequence[Point],
-    n_expected: int,
+    results: Mapping[Point, Result], running: Sequence[Point], waiting: Sequence[Point], n_expected: int
 ) -> str:
     """`14 of some 40 runs done, 1 failed, 2 running, 3 waiting`. Waiting runs could start now. Their losses decide
     which runs come later."""

@@ -36,8 +36,6 @@ from ngpt_train.study.progress_lines import ProgressLines
 from ngpt_train.study.search import next_points, phases
 
 LOOK_SECONDS = 0.5
-REFUSED = 2  # exit code: wrong configuration
-UNREADABLE = 3  # exit code: unreadable data, tokenizer or checkpoint
 
 
 def make(
@@ -76,10 +74,8 @@ def make(
         sizes = measure(configs, engine.threads, is_here)
         near = rehearsal(study, runs)
         expected = costs(study, runs, sizes, near)
-        print(
-            "\n\n".join(filter(None, [table(study, expected, sizes, engine.jobs), cost_of_phases(study, runs, near)])),
-            flush=True,
-        )
+        said = (table(study, expected, sizes, engine.jobs), cost_of_phases(study, runs, near))
+        print("\n\n".join(filter(None, said)), flush=True)
         if lock is None:
             return 0
         write_study(study)
@@ -91,10 +87,8 @@ def make(
             complete = runner.complete()
         if not complete:
             others = "have saved" if is_here else "stay in the queue"
-            print(
-                f"interrupted: {len(runner.results)} runs have ended, the others {others}; the same command goes on",
-                flush=True,
-            )
+            state = f"{len(runner.results)} runs have ended, the others {others}"
+            print(f"interrupted: {state}; the same command goes on", flush=True)
             return 0
         if found := phases(study, runs.start, runs.grids, runner.results):
             write_phases(study.path, found)
@@ -298,12 +292,13 @@ class Runner:
             return
         _check_whole(run)
         how = ended.how or f"ended with code {ended.code}"
-        if ended.code == REFUSED and DirectoryLock(run).is_taken():  # another study resumed it first
+        if ended.code == ConfigError.exit_code and DirectoryLock(run).is_taken():  # another study resumed it first
             self._awaited.add(point)
             return
-        if ended.code == REFUSED:
+        if ended.code == ConfigError.exit_code:
             raise ConfigError(f"run {point.directory} was refused: {how.removeprefix('error: ')}")
-        if ended.code == UNREADABLE and not (run / "config.yaml").exists():  # the other runs would not find it either
+        if ended.code == DataError.exit_code and not (run / "config.yaml").exists():
+            # The other runs would not find it either.
             raise DataError(f"run {point.directory} cannot begin: {how.removeprefix('error: ')}")
         self._attempts[point] += 1
         if self._attempts[point] <= self.retries:

@@ -10,13 +10,7 @@ from ngpt_train.observe.console import format_count
 from ngpt_train.report.page import chart as drawn
 from ngpt_train.report.page.chart import Chart, Mark, styles
 from ngpt_train.report.page.pictures import Picture, write_picture
-from ngpt_train.study.drift import (
-    AXES,
-    NOT_RESOLVED,
-    Axis,
-    Optima,
-    place_of,
-)
+from ngpt_train.study.drift import AXES, NOT_RESOLVED, Axis, Optima, Optimum, place_of
 
 FORMAT = 1
 FILE, FIGURE = "transfer.json", "transfer"
@@ -28,10 +22,9 @@ def left_out(optima: Optima) -> list[str]:
     for one in optima.found:
         where = f"{one.architecture}, {place_of({'width': one.width, 'depth': one.depth, 'tokens': one.tokens})}"
         if one.tuning.state == "edge":
-            best = (
-                "every run failed" if one.tuning.best is None else f"the best lr, {one.tuning.best:g}, is at the edge"
-            )
-            lines.append(f"{where} is left out: untuned, {best}")
+            best = one.tuning.best
+            why = "every run failed" if best is None else f"the best lr, {best:g}, is at the edge"
+            lines.append(f"{where} is left out: untuned, {why}")
         elif not one.is_tuned:
             lines.append(f"{where} is left out: untuned, one lr was tried")
     return [*lines, *optima.notes]
@@ -71,25 +64,17 @@ def report_of(optima: Optima, axes: Sequence[Axis], within: float, commands: Ite
             }
             for axis in axes
         ],
-        "optima": [
-            {
-                "architecture": one.architecture,
-                "width": one.width,
-                "depth": one.depth,
-                "tokens": one.tokens,
-                "state": one.tuning.state,
-                "best": one.tuning.best,
-                "lr": one.tuning.optimum,
-                "low": one.tuning.low,
-                "high": one.tuning.high,
-                "price_of_two": one.tuning.price_of_two,
-                "seeds": one.n_seeds,
-            }
-            for one in optima.found
-        ],
+        "optima": [_of_optimum(one) for one in optima.found],
         "left_out": left_out(optima),
         "commands": list(commands),
     }
+
+
+def _of_optimum(one: Optimum) -> dict[str, Any]:
+    sizes = {"architecture": one.architecture, "width": one.width, "depth": one.depth, "tokens": one.tokens}
+    found = {"state": one.tuning.state, "best": one.tuning.best, "lr": one.tuning.optimum}
+    ends = {"low": one.tuning.low, "high": one.tuning.high, "price_of_two": one.tuning.price_of_two}
+    return {**sizes, **found, **ends, "seeds": one.n_seeds}
 
 
 def write_report(report: dict[str, Any], axes: Sequence[Axis], out: Path) -> None:

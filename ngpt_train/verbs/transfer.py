@@ -76,20 +76,18 @@ def study_of_sizes(
 
     Without study.budgets the runs are as long as their configuration says. Raises ConfigError.
     """
-    rest = [x for x in overrides if not is_of_study(x)]
+    rest, directory = [x for x in overrides if not is_of_study(x)], config_dir_of(options)
     given = {name_of(x): x.partition("=")[2].strip() for x in overrides}
     name = chosen.name
     if not chosen.arms:
-        plain = load_config(rest, config_dir_of(options), world_size=1)
+        plain = load_config(rest, directory, world_size=1)
         arm = given.get("recipe", plain.model.name)
         chosen = replace(chosen, arms={arm: {}}, shared={"logging.wandb.mode": "disabled"} | chosen.shared)
         name = name or f"transfer-{arm}-{plain.scale.name}"
     else:
         name = name or f"transfer-{given['study']}"
     study = read_study(replace(chosen, name=name, budgets=chosen.budgets or [1]), overrides, options)
-    configs = {
-        arm: load_config(merged(study.shared, row), study.config_dir, world_size=1) for arm, row in study.arms.items()
-    }
+    configs = {arm: load_config(merged(study.shared, row), directory, world_size=1) for arm, row in study.arms.items()}
     models = {arm: config.model for arm, config in configs.items()}
     arms = arms_of_sizes(chosen.arms, models, transfer.widths, transfer.depths)
     if len(arms) == len(models) and len(set(chosen.budgets)) < 2:  # one size of each, such as its own width again

@@ -144,10 +144,8 @@ class Vectors:
     def __init__(self, model: Decoder, is_main: bool, device: torch.device) -> None:
         self.is_main, self.device = is_main, device
         self.model = model
-        values = dict(vectors_in_use(model))
-        self.names = list(values)
         self.by_size: dict[int, list[str]] = {}
-        for name, value in values.items():
+        for name, value in dict(vectors_in_use(model)).items():
             self.by_size.setdefault(len(value), []).append(name)
 
     @torch.no_grad()

@@ -130,15 +130,7 @@ def _name(axes: Axes, mark: Mark) -> None:
 
 def _shape(axes: Axes, which: str, axis: Axis) -> None:
     """The scale, ticks, range and title of an axis."""
-    from matplotlib.ticker import (
-        AutoLocator,
-        FixedLocator,
-        FuncFormatter,
-        LogLocator,
-        MaxNLocator,
-        NullFormatter,
-        NullLocator,
-    )
+    from matplotlib import ticker
 
     drawn: Any = axes.xaxis if which == "x" else axes.yaxis
     drawn.set_label_text(axis.title)
@@ -146,17 +138,17 @@ def _shape(axes: Axes, which: str, axis: Axis) -> None:
         axes.set(**{f"{which}scale": "log"})
         low, high = drawn.get_view_interval()
         # Powers of ten would be formulas, which SETTINGS leave as text.
-        few = LogLocator(subs=(1, 2, 5)) if high / low > 4 else AutoLocator()
-        drawn.set_major_locator(LogLocator() if high / low > 1000 else few)
-        drawn.set_minor_formatter(NullFormatter())
+        few = ticker.LogLocator(subs=(1, 2, 5)) if high / low > 4 else ticker.AutoLocator()
+        drawn.set_major_locator(ticker.LogLocator() if high / low > 1000 else few)
+        drawn.set_minor_formatter(ticker.NullFormatter())
     if not axis.rows:
-        drawn.set_major_formatter(FuncFormatter(lambda value, _: si(value, 4)))
+        drawn.set_major_formatter(ticker.FuncFormatter(lambda value, _: si(value, 4)))
     if axis.ticks:
-        drawn.set_major_locator(FixedLocator(list(axis.ticks)))
-        drawn.set_minor_locator(NullLocator())
-        drawn.set_major_formatter(FuncFormatter(lambda value, _: axis.ticks.get(value, "")))
+        drawn.set_major_locator(ticker.FixedLocator(list(axis.ticks)))
+        drawn.set_minor_locator(ticker.NullLocator())
+        drawn.set_major_formatter(ticker.FuncFormatter(lambda value, _: axis.ticks.get(value, "")))
     if axis.whole:
-        drawn.set_major_locator(MaxNLocator(integer=True))
+        drawn.set_major_locator(ticker.MaxNLocator(integer=True))
     if axis.rule is not None:
         (axes.axvline if which == "x" else axes.axhline)(axis.rule, color="black", lw=0.8, ls=":")
     if axis.least is not None:

@@ -79,11 +79,8 @@ def last_step(run: Run) -> int:
 def _end(run: Run, config: Config, checkpoints: Sequence[int]) -> Iterator[Finding]:
     if run.end is None:
         return
-    step, last, planned = (
-        run.end["step"],
-        max([last_step(run), *checkpoints]),
-        config.train.stop_at or config.train.steps,
-    )
+    step, last = run.end["step"], max([last_step(run), *checkpoints])
+    planned = config.train.stop_at or config.train.steps
     if run.end["code"] == 0 and step < last:
         says = f"exit.json says that the run ended at step {step}, and there are records of step {last}"
         yield Finding("exit.json", says, step)

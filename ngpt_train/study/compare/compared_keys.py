@@ -267,9 +267,7 @@ def plain(value: Any) -> Any:
     """The value in JSON."""
     if isinstance(value, list):
         return [plain(x) for x in value]
-    if isinstance(value, Absent) or (isinstance(value, float) and not math.isfinite(value)):
-        return None
-    return value
+    return None if isinstance(value, Absent) else value
 
 
 def ratio(values: Iterable[Any]) -> float | None:

@@ -32,11 +32,7 @@ FORMAT = 1
 
 
 def make_report(
-    given: Gathered,
-    found: Arms,
-    tuned: Sequence[str],
-    step_times: Times,
-    audits: Sequence[Mapping[str, Any]],
+    given: Gathered, found: Arms, tuned: Sequence[str], step_times: Times, audits: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """The content of report.json. Raises ConfigError for an unknown baseline or a single arm, DataError for runs that
     cannot be compared.
@@ -146,17 +142,17 @@ def write_reports(report: Mapping[str, Any], out: Path, step_times: Times | None
     """Writes report.json, report.md, report.html, figures/ and the measured step times into the directory `out`, in
     place of an earlier comparison's."""
     from ngpt_train.study.compare.output.charts import write_figures
-    from ngpt_train.study.compare.output.comparison_page import write_page
+    from ngpt_train.study.compare.output.comparison_page import html
     from ngpt_train.study.compare.output.document import document
 
     report = redacted(report)  # for the page and the document, too
-    write_json(out / "report.json", report)
+    write_json(out / REPORT, report)
     if step_times:
         write_json(out / STEP_TIMES, {"arms": step_times})
     captions = write_figures(report, out / "figures")
     text = document(report, {f"figures/{name}.png": said for name, said in captions.items()})
     write_atomically(out / "report.md", text.encode())
-    write_page(report, out / "report.html")
+    write_atomically(out / "report.html", html(report).encode())
 
 
 def check_out(out: Path) -> None:
@@ -265,14 +261,9 @@ def _curves(arm: Arm, metric: str) -> list[dict[str, Any]]:
         train = train[:: max(1, math.ceil(len(train) / MOST_POINTS))]
         columns = {name: [record.get(key) for record in evals] for name, key in CURVE.items()}
         columns["loss"] = [compared(record, metric) for record in evals]
-        entries.append(
-            {
-                **_point(trial),
-                "best": trial.loss is not None and trial.values == arm.best.get(trial.budget),
-                "eval": columns,
-                "train": {"tokens": [x["tokens"] for x in train], "loss": [x["loss"] for x in train]},
-            }
-        )
+        is_best = trial.loss is not None and trial.values == arm.best.get(trial.budget)
+        of_train = {name: [record[name] for record in train] for name in ("tokens", "loss")}
+        entries.append({**_point(trial), "best": is_best, "eval": columns, "train": of_train})
     return entries
 
 

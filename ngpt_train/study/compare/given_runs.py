@@ -55,7 +55,7 @@ def gather(paths: Sequence[Path]) -> Gathered:
         if path.resolve() not in seen:
             found.runs.append(read_run(path))
         seen.add(path.resolve())
-    if paths and len(paths) == 1:
+    if len(paths) == 1:
         found.title = paths[0].resolve().name
     check_evals(found.runs)
     return found
@@ -86,7 +86,7 @@ def of_study(study: Study) -> Gathered:
     found.metric, found.confidence, found.interactions = study.metric, study.confidence, study.interactions
     found.under_test = sorted({name_of(argument) for row in study.arms.values() for argument in row})
     found.commands, found.descent = [study.command], read_phases(study.path)
-    for path in sorted(study.runs.glob("*")) if study.runs.is_dir() else []:
+    for path in sorted(study.runs.glob("*")):
         if (arm := arm_of(path.name)) is not None and (path / "config.yaml").is_file():
             run = read_run(path)
             arms[arm].append(run)

@@ -42,21 +42,10 @@ def interactions(
             states = {x.name: x.state(budget) for x in four}
             mixed = {"not tried", "bracketed"} <= set(states.values())
             untuned = [x for x, state in states.items() if state == "edge" or (mixed and state == "not tried")]
-            entries.append(
-                {
-                    "name": name,
-                    "arms": list(names),
-                    "budget": budget,
-                    "estimate": found.estimate,
-                    "low": found.low,
-                    "high": found.high,
-                    "confidence": confidence,
-                    "n_seeds": found.n_seeds,
-                    "n_rows": found.n_rows,
-                    "resolved": found.is_resolved and not untuned,
-                    "untuned": untuned,
-                }
-            )
+            ends = {"estimate": found.estimate, "low": found.low, "high": found.high, "confidence": confidence}
+            counts = {"n_seeds": found.n_seeds, "n_rows": found.n_rows}
+            judged = {"resolved": found.is_resolved and not untuned, "untuned": untuned}
+            entries.append({"name": name, "arms": list(names), "budget": budget, **ends, **counts, **judged})
     return entries, notes
 
 

@@ -61,8 +61,8 @@ def needed(pair: Pair, found: Difference, at: int, steps: int, confidence: float
     def with_rows(n: int) -> Spread:
         return Spread(spread.seeds, spread.seeds_df, spread.rows * found.n_rows / n, n - 1.0)
 
-    rows = None if found.n_rows < 2 else _fewest(with_rows, size, confidence, 2, MOST["rows"])
-    seeds = _fewest(with_seeds, size, confidence, 2, MOST["seeds"])
+    rows = None if found.n_rows < 2 else _fewest(with_rows, size, confidence, MOST["rows"])
+    seeds = _fewest(with_seeds, size, confidence, MOST["seeds"])
     return {"seeds": seeds, "rows": rows, "steps": _steps(pair, found, at, steps, confidence)}
 
 
@@ -82,10 +82,11 @@ def detectable(spread: Spread, confidence: float) -> float:
     return float(brentq(lambda size: chance(spread, size, confidence) - POWER, 0.0, 3 * about))
 
 
-def _fewest(spread_of: Callable[[int], Spread], size: float, confidence: float, least: int, most: int) -> int | None:
+def _fewest(spread_of: Callable[[int], Spread], size: float, confidence: float, most: int) -> int | None:
+    """The smallest number, 2 or more."""
     if chance(spread_of(most), size, confidence) < POWER:
         return None
-    low, high = least - 1, most
+    low, high = 1, most
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if chance(spread_of(middle), size, confidence) >= POWER else (middle, high)

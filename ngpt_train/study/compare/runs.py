@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from ngpt_train.config.keys import AUTO, TABLES
 from ngpt_train.config.stored import GONE
@@ -273,9 +274,7 @@ class Run:
         Raises DataError if the file is damaged."""
         if self.rows is None or not (path := self.path / rows_file(self.evals[-1]["step"], ending=ANSWERS)).exists():
             return None
-        wrong = [
-            x["label"] != x["answer"] for _, x in json_lines(path) if x is not None and {"label", "answer"} <= x.keys()
-        ]
+        wrong = [x["label"] != x["answer"] for _, x in json_lines(path) if x and {"label", "answer"} <= x.keys()]
         if len(wrong) != len(self.rows.loss_sum):
             raise DataError(f"{path} is damaged: it has not one answer for each row. Leave this run out.")
         return Rows(np.array(wrong, float), np.ones(len(wrong), np.int64), self.rows.rows_hash)
@@ -310,8 +309,6 @@ def read_run(path: Path) -> Run:
 
 def _config(path: Path) -> Record:
     """The keys of a config.yaml by dotted name, with values of JSON. Raises DataError."""
-    import yaml
-
     try:
         tree = parse_json(json.dumps(yaml.safe_load(read_yaml_text(path))).encode())  # no dates, no sets
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
@@ -338,13 +335,13 @@ def contradicted(run: Run, record: Mapping[str, Any]) -> Iterator[tuple[str, Any
             yield f"{name}{of}", recorded, value, says
 
 
-def common_budgets(arms: Mapping[str, Sequence[Run]], tolerance: float = SAME_BUDGET) -> dict[Path, int]:
+def common_budgets(arms: Mapping[str, Sequence[Run]]) -> dict[Path, int]:
     """The budget of each run in tokens. Budgets that differ by the rounding to whole steps become equal."""
     budgets = {run.path: run.budget for runs in arms.values() for run in runs}
     found: dict[Path, int] = {}
     first = 0.0
     for path, budget in sorted(budgets.items(), key=lambda item: item[1]):
-        if budget > first * (1 + tolerance):
+        if budget > first * (1 + SAME_BUDGET):
             first = budget
         found[path] = round(first)
     return found

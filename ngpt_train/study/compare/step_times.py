@@ -18,9 +18,9 @@ from ngpt_train.config.stored import read_yaml
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json
 from ngpt_train.core.recorded import ABOVE_0, LIST, TABLE, TEXT, checked
+from ngpt_train.study.compare import MEASURED, OWN
 from ngpt_train.study.compare.equal_loss import Ratio
 from ngpt_train.study.compare.noise import t_quantile
-from ngpt_train.study.compare.phrases import MEASURED, OWN
 from ngpt_train.study.compare.runs import Run
 
 STEP_TIMES = "step_times.json"  # in the directory of a report
@@ -48,9 +48,8 @@ def stored(out: Path, runs: Mapping[str, Run]) -> Times:
     for name, of_arm in found.items():
         where = f"{out / STEP_TIMES}: {name}"
         if checked(of_arm, {"untimed": TEXT}, where).get("untimed") is None:
-            checked(
-                of_arm, {"seconds_per_token": LIST, "step_time": ABOVE_0}, where, ("seconds_per_token", "step_time")
-            )
+            needed = {"seconds_per_token": LIST, "step_time": ABOVE_0}
+            checked(of_arm, needed, where, tuple(needed))
             of_rounds = {f"seconds_per_token[{n}]": seconds for n, seconds in enumerate(of_arm["seconds_per_token"])}
             checked(of_rounds, {"": ABOVE_0}, where, tuple(of_rounds))
     return found
@@ -71,7 +70,8 @@ def measure(runs: Mapping[str, Run], own: Config, rounds: int = ROUNDS) -> Times
     from ngpt_train.study.random_steps import steps_of, with_vocabulary
     from ngpt_train.training.state import build_state
 
-    steps, untimed, on_cpu = {}, {}, not torch.cuda.is_available()
+    found: dict[str, dict[str, Any]] = {name: {"of": fingerprint(run)} for name, run in runs.items()}
+    steps, on_cpu = {}, not torch.cuda.is_available()
     for name, run in runs.items():
         try:
             config = read_yaml(run.path / "config.yaml")
@@ -85,7 +85,7 @@ def measure(runs: Mapping[str, Run], own: Config, rounds: int = ROUNDS) -> Times
         except (ConfigError, DataError, RuntimeError, ValueError, TypeError) as error:
             steps.pop(name, None)
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            untimed[name] = f"The steps of {name} could not be timed here: {reason}"
+            found[name]["untimed"] = f"The steps of {name} could not be timed here: {reason}"
     clock = time.process_time if on_cpu else time.perf_counter
     taken: dict[str, list[float]] = {name: [] for name in steps}
     walls: dict[str, list[float]] = {name: [] for name in steps}
@@ -97,18 +97,10 @@ def measure(runs: Mapping[str, Run], own: Config, rounds: int = ROUNDS) -> Times
             taken[name].append((clock() - started) / tokens[name])
             walls[name].append(time.perf_counter() - wall)
     device = "cpu" if on_cpu else torch.cuda.get_device_name()
-    return {
-        name: {"of": fingerprint(run), "untimed": untimed[name]}
-        if name in untimed
-        else {
-            "of": fingerprint(run),
-            "step_time": statistics.median(walls[name]),
-            "seconds_per_token": taken[name],
-            "tokens": tokens[name],
-            "device": device,
-        }
-        for name, run in runs.items()
-    }
+    for name in steps:
+        found[name] |= {"step_time": statistics.median(walls[name]), "seconds_per_token": taken[name]}
+        found[name] |= {"tokens": tokens[name], "device": device}
+    return found
 
 
 @dataclass(frozen=True)

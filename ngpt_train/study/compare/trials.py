@@ -1,6 +1,11 @@
-"""The runs of an arm as trials: budget, tuned values, seed, and the end loss or the reason of a failure."""
+"""The runs of an arm as trials: budget, tuned values, seed, and the end loss or the reason of a failure.
+
+Its prices: by how much its loss at the compared values may lie above that at the best ones, between the rates tried and
+where a seed diverges.
+"""
 
 import math
+import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,13 +15,13 @@ import numpy as np
 from ngpt_train.config.validate import show
 from ngpt_train.core.recorded import compared
 from ngpt_train.study.compare.arms import values_of
-from ngpt_train.study.compare.noise import Further, Pair
-from ngpt_train.study.compare.prices import NO_PRICE, Divergence, divergence, price_of_grid
+from ngpt_train.study.compare.noise import Further, Pair, t_quantile
 from ngpt_train.study.compare.runs import Rows, Run
 from ngpt_train.study.definition import LR
-from ngpt_train.study.tuning import Tuning, Values, best_values, tunings
+from ngpt_train.study.tuning import Trials, Tuning, Values, best_values, line_of, noise_between_seeds, tunings
 
 DIVERGED = "diverged"  # the beginning of a reason
+NO_PRICE = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,16 @@ class Trial:
     seed: int
     loss: float | None
     reason: str = ""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Values at which some seeds of an arm diverge and the others end lower than at the compared values."""
+
+    values: Values
+    seeds: tuple[int, ...]  # that diverge
+    n_seeds: int  # tried
+    price: tuple[float, float]  # nats by which the others end lower; how much more that may be
 
 
 @dataclass
@@ -98,12 +113,12 @@ def read_arm(
         reason = failure(run)
         loss = None if reason else compared(run.evals[-1], metric)
         if reason is None and loss is None:
-            reason, loss = f"its validation has no {metric}", None
+            reason = f"its validation has no {metric}"
         trial = Trial(name, run, budget, values, seed, loss, reason or "")
         if (first := trials.setdefault((budget, values, seed), trial)) is not trial:
             notes.append(f"{run.path} is left out: it is the same point as {first.run.path}")
     arm = Arm(name, sorted(trials.values(), key=lambda t: (t.budget, repr(t.values), t.seed)), notes=notes)
-    table: dict[int, dict[Values, dict[int, float]]] = {}
+    table: dict[int, Trials] = {}  # by budget
     for trial in arm.trials:
         of_seed = table.setdefault(trial.budget, {}).setdefault(trial.values, {})
         failed = math.inf if trial.reason.startswith(DIVERGED) else math.nan
@@ -122,6 +137,40 @@ def read_arm(
             if lower is not None and lower != best:
                 arm.notes.append(_fewer_seeds(name, budget, lower, len(found[lower]), len(found[best])))
     return arm
+
+
+def price_of_grid(
+    trials: Trials, by_key: Mapping[str, Tuning], best: Values, listed: Collection[str]
+) -> tuple[float, float]:
+    """The estimate for an arm at a budget, and how much more it may be, in nats, by the parabolas of its keys.
+
+    by_key: the tunings. A key's optimum lies in its interval, and nearer to the best value than to the values tried
+    beside it: else one of these would be the best. Keys without a parabola, and listed ones, have the price 0.
+    """
+    found = [NO_PRICE]
+    for key, tuning in by_key.items():
+        price, of_two, value = tuning.price_of_grid, tuning.price_of_two, tuning.best
+        if key not in listed and price is not None and of_two is not None:
+            tried = line_of(trials, key, best).values
+            low = max(tuning.low or 0.0, math.sqrt(value * max(x for x in tried if x < value)))
+            high = min(tuning.high or math.inf, math.sqrt(value * min(x for x in tried if x > value)))
+            most = of_two * max(math.log2(value / low), math.log2(high / value), 0.0) ** 2
+            found.append((min(price, most), max(most - price, 0.0)))
+    return sum(estimate for estimate, _ in found), math.hypot(*(more for _, more in found))
+
+
+def divergence(trials: Trials, best: Values, confidence: float) -> Divergence | None:
+    """The one with the lowest losses; None if there is none. trials: as in a study's tuning, infinite after a
+    divergence."""
+    found = []
+    for values, losses in trials.items():
+        seeds = tuple(seed for seed, loss in losses.items() if loss == math.inf)
+        gains = [trials[best][s] - loss for s, loss in losses.items() if s in trials[best] and math.isfinite(loss)]
+        if seeds and gains and (gain := statistics.fmean(gains)) > 0:
+            sigma, df = noise_between_seeds([trials])
+            more = float(t_quantile(confidence, df)) * sigma * math.sqrt(2 / len(gains)) if df else 0.0
+            found.append(Divergence(values, seeds, len(losses), (gain, more)))
+    return max(found, key=lambda x: x.price[0], default=None)
 
 
 def _fewer_seeds(arm: str, budget: int, values: Values, n_seeds: int, most: int) -> str:

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from ngpt_train.config.validate import show
+from ngpt_train.study.compare import BY_OWN_CLOCKS, MEASURED, OWN, OWN_NOISE
 from ngpt_train.study.compare.equal_loss import Ratio, annealed_ratio, log_ratio, trend_of, within_schedule
 from ngpt_train.study.compare.intervals import Difference, detectable, difference_at, needed
 from ngpt_train.study.compare.noise import Noise, Pair
-from ngpt_train.study.compare.phrases import BY_OWN_CLOCKS, MEASURED, OWN, OWN_NOISE
 from ngpt_train.study.compare.runs import Run
 from ngpt_train.study.compare.step_times import Cost, Times, costs_between, in_units
 from ngpt_train.study.compare.trials import Arm, pair_of
@@ -19,12 +19,7 @@ ONE_SEED = "one seed: the interval is without the noise between seeds"
 
 
 def versus(
-    arm: Arm,
-    baseline: Arm,
-    runs: Mapping[str, Sequence[Run]],
-    metric: str,
-    confidence: float,
-    step_times: Times,
+    arm: Arm, baseline: Arm, runs: Mapping[str, Sequence[Run]], metric: str, confidence: float, step_times: Times
 ) -> dict[str, Any]:
     """The arm's `verdict`, `differences`, `speedups` and `trends` (one at most) in report.json, and `notes`.
 
@@ -159,16 +154,9 @@ def why(word: str, arm: Arm, baseline: Arm, budget: int, found: Difference) -> s
 
 
 def _of_difference(found: Difference, confidence: float, needed: Mapping[str, int | None] | None) -> dict[str, Any]:
-    return {
-        "estimate": found.estimate,
-        "low": found.low,
-        "high": found.high,
-        "confidence": confidence,
-        "noise_seeds": float(np.sqrt(found.spread.seeds[0])),  # standard errors of the estimate
-        "noise_rows": float(np.sqrt(found.spread.rows[0])),
-        "n_seeds": found.n_seeds,
-        "n_rows": found.n_rows,
-        "resolved": found.is_resolved,
-        "detectable": detectable(found.spread, confidence) if found.n_seeds > 1 else None,
-        "needed": needed,
-    }
+    """noise_seeds, noise_rows: standard errors of the estimate."""
+    ends = {"estimate": found.estimate, "low": found.low, "high": found.high, "confidence": confidence}
+    seeds, rows = (float(np.sqrt(variances[0])) for variances in (found.spread.seeds, found.spread.rows))
+    counts = {"n_seeds": found.n_seeds, "n_rows": found.n_rows, "resolved": found.is_resolved}
+    least = detectable(found.spread, confidence) if found.n_seeds > 1 else None
+    return {**ends, "noise_seeds": seeds, "noise_rows": rows, **counts, "detectable": least, "needed": needed}

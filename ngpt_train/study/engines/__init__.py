@@ -1,6 +1,8 @@
 """Engines run the points of a study: on this machine, or on a cluster."""
 
-from collections.abc import Sequence
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +26,23 @@ class Job:
         log = self.run.parent.parent / LOGS / f"{self.run.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         return log
+
+
+def started(
+    command: Sequence[str], log: Path, environment: Mapping[str, str], directory: str | None = None
+) -> subprocess.Popen[bytes]:
+    """A process with its output at the end of `log`. It has its own process group, so that a signal for the study or
+    for the job reaches it once, through the engine."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            cwd=directory,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ngpt_train.config.keys import AUTO
 from ngpt_train.config.sections.studies import StudyConfig
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json
-from ngpt_train.study.engines import Ended, Job
+from ngpt_train.study.engines import Ended, Job, started
 from ngpt_train.study.engines.child import SAVING_SECONDS, end_of, ending_with_us, launcher
 
 MOST_JOBS = 8  # of study.jobs=auto on CPUs: each process loads torch, half a GB
@@ -47,17 +47,8 @@ class LocalEngine:
         chosen = {"OMP_NUM_THREADS": str(threads)}
         if self.gpus:
             chosen["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        with job.log.open("ab") as output:
-            popen = subprocess.Popen(
-                [*ending_with_us(), *launcher(len(devices)), "ngpt_train", "train", *job.arguments],
-                env={**os.environ, **chosen},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                # In its own process group, so a Ctrl-C reaches it once, through `stop`.
-                process_group=0,
-            )
-        self._processes.append(_Process(job, devices, popen))
+        command = [*ending_with_us(), *launcher(len(devices)), "ngpt_train", "train", *job.arguments]
+        self._processes.append(_Process(job, devices, started(command, job.log, chosen)))
 
     def running(self) -> Sequence[Job]:
         return [process.job for process in self._processes]

@@ -24,7 +24,7 @@ from typing import Any
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.sections.studies import SlurmConfig, StudyConfig
 from ngpt_train.config.validate import mistake
-from ngpt_train.study.engines import Ended, Job
+from ngpt_train.study.engines import Ended, Job, started
 from ngpt_train.study.engines.child import end_of, last_line, launcher
 
 logger = logging.getLogger(__name__)
@@ -55,16 +55,7 @@ class Training:
         # Slurm sends SIGUSR2 to whole process groups, and would kill a run that does not trap it.
         command = ["sh", "-c", 'trap "" USR2; exec "$@"', "sh", *self.command]
         signal.signal(signal.SIGTERM, self._end)
-        with Path(self.log).open("ab") as output:
-            self._child = subprocess.Popen(
-                command,
-                env={**os.environ, **self.environment},
-                cwd=self.directory,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                process_group=0,
-            )
+        self._child = started(command, Path(self.log), self.environment, self.directory)
         # Not `wait`: the handler of SIGUSR2 waits too, and inside a `wait` it would never see the end of the child.
         while (code := self._child.poll()) is None:
             time.sleep(0.1)

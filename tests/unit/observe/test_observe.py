@@ -20,22 +20,10 @@ from ngpt_train.observe.sinks import JsonlSink
 
 
 def train_record(step: int, **values: Any) -> dict[str, Any]:
-    record = {
-        "kind": "train",
-        "step": step,
-        "loss": 4.1234,
-        "loss_mean": 4.1301,
-        "lr": 0.019,
-        "grad_norm": 0.81,
-        "tokens": 4096 * step,
-        "tokens_per_s": 12345.0,
-        "mfu": 0.3124,
-        "step_time": 0.5,
-        "data_time": 0.001,
-        "memory_gb": 1.5,
-        "skipped": 0,
-    }
-    return record | values
+    about = {"kind": "train", "step": step, "tokens": 4096 * step, "skipped": 0}
+    losses = {"loss": 4.1234, "loss_mean": 4.1301, "lr": 0.019, "grad_norm": 0.81}
+    speed = {"tokens_per_s": 12345.0, "mfu": 0.3124, "step_time": 0.5, "data_time": 0.001, "memory_gb": 1.5}
+    return about | losses | speed | values
 
 
 def eval_record(step: int) -> dict[str, Any]:
@@ -169,14 +157,8 @@ def test_lines() -> None:
         "step 500/500  loss 4.1234  mean 4.1301  lr 1.9e-02  grad nan  12.3k tok/s  skipped 2  eta 0s"
     )
     assert describe(eval_record(500), clock) == "eval 500/500  loss 3.9000  ppl 49.4  bits/byte 1.5123"
-    scores = {
-        "mean": 0.45,
-        "mean_stderr": 0.01,
-        "mean_chance": 0.375,
-        "piqa/acc": 0.68,
-        "piqa/chance": 0.5,
-        "a/f1": 0.2,
-    }
+    scores = {"mean": 0.45, "mean_stderr": 0.01, "mean_chance": 0.375}
+    scores |= {"piqa/acc": 0.68, "piqa/chance": 0.5, "a/f1": 0.2}
     assert describe({"kind": "tasks", "step": 500, **scores}, clock) == (
         "tasks 500/500  mean 0.4500 ± 0.0100 (chance 0.3750)  piqa 0.6800 (chance 0.5000)  a f1 0.2000"
     )

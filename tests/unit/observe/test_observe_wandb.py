@@ -87,11 +87,8 @@ class Trial:
         self.said: list[str] = []
         self.jsonl = JsonlSink(run_dir / "metrics.jsonl", resume_step)
         settings = WandbConfig(mode=mode, timeout=timeout)
-        self.wandb = self.timed(
-            lambda: WandbSink(
-                settings, mode == "online", run_dir, self.jsonl.path, {"optim": {"lr": 0.1}}, self.said.append
-            )
-        )
+        files, config = (run_dir, self.jsonl.path), {"optim": {"lr": 0.1}}
+        self.wandb = self.timed(lambda: WandbSink(settings, mode == "online", *files, config, self.said.append))
         self.first_step = (resume_step or 0) + 1
 
     def timed(self, call):

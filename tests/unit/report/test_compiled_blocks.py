@@ -12,13 +12,13 @@ from torch._guards import TracingContext
 from torch._inductor.decomposition import select_decomp_table
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ngpt_train.config import load_config
 from ngpt_train.distributed import recomputation
 from ngpt_train.distributed.recomputation import checkpoint_blocks
 from ngpt_train.kernels import dispatch
 from ngpt_train.models import Decoder
 from ngpt_train.report.counting import prepared
 from ngpt_train.report.memory import Layout, of_compiled_blocks
+from tests.unit.report.whole_steps import config_of
 
 MODELS = ["gpt", "ngpt", "angpt", "powernorm", "normformer", "composed model.norm=pn", "ntransformer"]
 KINDS = ("none", "selective", "full")
@@ -84,13 +84,7 @@ def arguments_of_blocks(
 )
 def test_of_compiled_blocks(model: str, recompute: str) -> None:
     """With Triton's kernels, which a CPU can compile around, not run. Caught: what a norm keeps beside the products."""
-    config = load_config(
-        [
-            *f"model={model}".split(),
-            *("scale=debug", "model.d_model=256", "model.n_heads=4", "model.n_layers=1", "model.context=256"),
-            *("model.vocab_size=2000", "optim.lr=1e-3", f"train.activation_checkpointing={recompute}"),
-        ]
-    )
+    config = config_of(model, "single", recompute, layers=1)
     made, inputs, seeds = prepared(config.model, torch.bfloat16, ROWS)
     arguments = arguments_of_blocks(made, inputs, seeds)
     checkpoint_blocks(made.blocks(), recompute)

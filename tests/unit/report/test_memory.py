@@ -12,7 +12,7 @@ from ngpt_train.distributed.world import World
 from ngpt_train.models import build_model
 from ngpt_train.report import enough_memory
 from ngpt_train.report.launch_plan import make_plan
-from tests.unit.report.whole_steps import counted_peak, peak_of_steps
+from tests.unit.report.whole_steps import LAYOUTS, config_of, counted_peak, peak_of_steps
 
 ARCHITECTURES = [
     "gpt",
@@ -27,28 +27,7 @@ ARCHITECTURES = [
     "ngpt model.constraint=parametrization",
     "gpt model.attention_dropout=0.1 model.residual_dropout=0.1 model.embedding_dropout=0.1",
 ]
-LAYOUTS = {"single": (1, 1), "fsdp": (8, 8), "hsdp": (8, 4)}  # ranks, of a host
 KINDS = ("none", "selective", "full")
-
-
-def config_of(
-    model: str, layout: str, recompute: str, *options: str, micro_batches: int = 2, layers: int = 3
-) -> Config:
-    ranks, local_size = LAYOUTS.get(layout, (1, 1))
-    return load_config(
-        [
-            *f"model={model}".split(),
-            *("scale=debug", "model.d_model=256", "model.n_heads=4", f"model.n_layers={layers}", "model.context=256"),
-            *("model.vocab_size=2000", "train.device=cpu", "train.compile=false", f"parallel={layout}"),
-            *("train.micro_rows=4", f"train.batch_rows={4 * ranks * micro_batches}"),
-            *(f"train.activation_checkpointing={recompute}", "optim.lr=1e-3"),
-            *(f"plan.world_size={ranks}", f"plan.ranks_per_host={local_size}"),
-            "checkpoint.async=false",  # whose copies to save lie in the same memory on a CPU, beside the steps
-            *([f"parallel.shard={local_size}"] if layout == "hsdp" else []),
-            *options,
-        ],
-        world_size=ranks,
-    )
 
 
 @pytest.mark.parametrize("model", ARCHITECTURES)
@@ -149,10 +128,7 @@ def test_of_whole_steps_at_scale(model: str, scale: str, recompute: str, layout:
     assert planned(config) == pytest.approx(counted_peak(config, ranks, local_size), rel=0.1)
 
 
-@pytest.mark.parametrize(
-    "recompute",
-    ["none", pytest.param("selective", marks=pytest.mark.slow), "full"],
-)
+@pytest.mark.parametrize("recompute", ["none", pytest.param("selective", marks=pytest.mark.slow), "full"])
 def test_of_whole_steps_under_ddp(recompute: str) -> None:
     """On real tensors, in a group of one: DDP's reducer, in C++, knows no fake ones. Caught: gradients counted twice,
     as DDP's buckets and as the parameters', or for a while alone."""

@@ -131,16 +131,10 @@ def test_memory_of_matrix_optimizers(parallel: str) -> None:
 
 
 def test_fsdp_rows_that_do_not_divide() -> None:
-    made = make_plan(
-        load_config(
-            ["model=gpt", "model.d_model=64", "model.vocab_size=301", "optim.lr=1e-3",
-             "plan.world_size=2", "parallel=fsdp", "train.batch_rows=16"]
-        )
-    )  # fmt: skip
+    given = ["model=gpt", "model.d_model=64", "model.vocab_size=301", "optim.lr=1e-3"]
+    made = make_plan(load_config([*given, "plan.world_size=2", "parallel=fsdp", "train.batch_rows=16"]))
     with torch.device("meta"):
-        model = build_model(
-            load_config(["model=gpt", "model.d_model=64", "model.vocab_size=301", "optim.lr=1e-3"]).model
-        )
+        model = build_model(load_config(given).model)
     fullest = sum(p.chunk(2)[0].numel() if p.ndim == 2 else p.numel() for p in model.parameters())
     assert memory(made)["weights"] == 4 * fullest
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ngpt_train.config import load_config
 from ngpt_train.config.schema import Config
 from ngpt_train.distributed import layouts
 from ngpt_train.distributed.world import World
@@ -17,6 +18,28 @@ from ngpt_train.models import Decoder
 from ngpt_train.optim.row_adam import local_rows
 from ngpt_train.report.counting import MemoryCounter, counting
 from ngpt_train.training import build_state, train_step
+
+LAYOUTS = {"single": (1, 1), "fsdp": (8, 8), "hsdp": (8, 4)}  # ranks, of a host
+
+
+def config_of(
+    model: str, layout: str, recompute: str, *options: str, micro_batches: int = 2, layers: int = 3
+) -> Config:
+    ranks, local_size = LAYOUTS.get(layout, (1, 1))
+    return load_config(
+        [
+            *f"model={model}".split(),
+            *("scale=debug", "model.d_model=256", "model.n_heads=4", f"model.n_layers={layers}", "model.context=256"),
+            *("model.vocab_size=2000", "train.device=cpu", "train.compile=false", f"parallel={layout}"),
+            *("train.micro_rows=4", f"train.batch_rows={4 * ranks * micro_batches}"),
+            *(f"train.activation_checkpointing={recompute}", "optim.lr=1e-3"),
+            *(f"plan.world_size={ranks}", f"plan.ranks_per_host={local_size}"),
+            "checkpoint.async=false",  # whose copies to save lie in the same memory on a CPU, beside the steps
+            *([f"parallel.shard={local_size}"] if layout == "hsdp" else []),
+            *options,
+        ],
+        world_size=ranks,
+    )
 
 
 def counted_peak(config: Config, ranks: int, local_size: int) -> int:

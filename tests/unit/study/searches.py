@@ -8,7 +8,7 @@ from pathlib import Path
 from ngpt_train.study.definition import LR, Study
 from ngpt_train.study.descent import Grid
 from ngpt_train.study.points import DONE, FAILED, Point, Result
-from ngpt_train.study.search import next_points
+from ngpt_train.study.search import Grids, next_points
 from ngpt_train.study.tuning import Trials
 
 START = 0.001  # the recipe's learning rate
@@ -32,7 +32,7 @@ def start(arm: str, budget: int) -> float:
     return START
 
 
-def listed(of: Study) -> Callable[[str, int], dict[str, Grid]]:
+def listed(of: Study) -> Grids:
     return lambda arm, budget: {key: Grid(values[: of.max_points]) for key, values in of.keys_of(arm).items()}
 
 
@@ -47,13 +47,17 @@ def result(point: Point, loss: float | None, reason: str = "diverged at step 3: 
 
 
 def search(
-    of: Study, loss: Loss, order: random.Random | None = None, reason: str = "diverged"
+    of: Study,
+    loss: Loss,
+    order: random.Random | None = None,
+    reason: str = "diverged",
+    grids_of: Callable[[Study], Grids] = listed,
 ) -> tuple[dict[Point, Result], list[list[Point]]]:
     """The results at the end of a study, and the wanted points of each round. order: finishes single points in random
     order, and asks again after each."""
     results: dict[Point, Result] = {}
     rounds: list[list[Point]] = []
-    while wanted := next_points(of, start, listed(of), results):
+    while wanted := next_points(of, start, grids_of(of), results):
         rounds.append(wanted)
         for point in [order.choice(wanted)] if order else wanted:
             assert point not in results, "asked again for a finished point"

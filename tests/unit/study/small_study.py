@@ -11,7 +11,7 @@ from ngpt_train.config.arguments import arguments_of
 from ngpt_train.config.stored import write_yaml
 from ngpt_train.study.definition import Study, read_study
 from ngpt_train.study.engines import Ended, Job
-from ngpt_train.study.points import Point, Runs
+from ngpt_train.study.points import Point, Result, Runs
 
 YAML = """\
 arms:
@@ -83,6 +83,15 @@ class FakeEngine:
 
     def stop(self) -> None:
         self.stopped = True
+
+
+class Heard(list[str]):
+    """In the place of the lines of progress."""
+
+    say = list.append
+
+    def update(self, results: Mapping[Point, Result], running: Sequence[Point], waiting: Sequence[Point]) -> None:
+        assert not set(results) & {*running, *waiting}
 
 
 def good(runs: Runs, point: Point, attempt: int) -> tuple[int | None, str]:

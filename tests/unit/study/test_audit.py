@@ -205,9 +205,8 @@ def test_an_honest_run_is_equal(run: Path, honest: Path) -> None:
     certificate = audited(run, honest)
     assert (certificate["found"], certificate["equal"], certificate["how"]) == ([], True, "to the bit")
     assert spans(certificate) == [(0, 4), (4, 8), (8, 12)]
-    assert [(x["train_records"], x["eval_records"], x["checkpoint"]) for x in certificate["windows"]] == [
-        (4, 2, True)
-    ] * 3
+    compared = [(x["train_records"], x["eval_records"], x["checkpoint"]) for x in certificate["windows"]]
+    assert compared == [(4, 2, True)] * 3
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
     write_json(run / CERTIFICATE, certificate)
@@ -298,7 +297,6 @@ def no_rows(run: Path) -> None:
     ("tamper", "said"),
     [
         (facts(threads=-3), r"run\.json: starts\[0\]: threads="),
-        (facts(world_size="two"), r"run\.json: starts\[0\]: world_size="),
         (facts(threads=10**6), "room for"),
         (facts(step=4), "does not say how the run began"),
         (edit(lambda lines: [*lines, {"kind": "train", "loss": 5.5}]), "step=null is not"),

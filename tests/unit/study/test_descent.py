@@ -20,10 +20,10 @@ from ngpt_train.study.definition import LR, Study, read_stored, write_study
 from ngpt_train.study.descent import GAINED, OUT_OF_RUNS, WITHIN_NOISE, Grid, Phase, write_phases
 from ngpt_train.study.points import DONE, Point, Result, Runs, check_stored
 from ngpt_train.study.runner import Runner
-from ngpt_train.study.search import next_points, phases
+from ngpt_train.study.search import Grids, phases
 from ngpt_train.study.tuning import best_values, tunings
-from tests.unit.study.searches import START, fixed_noise, result, start, study, trials
-from tests.unit.study.small_study import YAML, FakeEngine, leave, study_of
+from tests.unit.study.searches import START, fixed_noise, search, start, study, trials
+from tests.unit.study.small_study import YAML, FakeEngine, Heard, leave, study_of
 
 CLIP, EPS = "optim.clip_norm", "optim.eps"
 GRID = Grid((1.0, 0.5, 0.25, 0.125, 2.0, 4.0, 8.0), outward=True)
@@ -35,20 +35,19 @@ def descent(**changes: Any) -> Study:
     return replace(study(), **({"tune": tune} | changes))
 
 
-def grids(of: Study) -> Callable[[str, int], dict[str, Grid]]:
+def grids(of: Study) -> Grids:
     return lambda arm, budget: {k: GRID if isinstance(x, float) else Grid(x) for k, x in of.keys_of(arm).items()}
 
 
 def run(
     of: Study, loss: Loss, order: random.Random | None = None
 ) -> tuple[dict[Point, Result], dict[tuple[str, int], list[Phase]]]:
-    """All results and phases. loss: of octaves from START and from 1, by key. order: as in `searches.search`."""
-    results: dict[Point, Result] = {}
-    while wanted := next_points(of, start, grids(of), results):
-        for point in [order.choice(wanted)] if order else wanted:
-            x = {k: math.log2(float(v) / (START if k == LR else 1)) for k, v in point.values if type(v) is float}
-            results[point] = result(point, loss(x, point))
-        assert len(results) < 2000
+    """All results and phases. loss: of octaves from START and from 1, by key. order: as in `search`."""
+
+    def of_point(point: Point) -> float | None:
+        return loss({k: math.log2(v / (START if k == LR else 1)) for k, v in point.values if type(v) is float}, point)
+
+    results, _ = search(of, of_point, order, grids_of=grids)
     return results, phases(of, start, grids(of), results)
 
 
@@ -215,12 +214,6 @@ descent_runs: 60
 """
 
 
-class Silent:
-    def update(self, *what: Any) -> None: ...
-
-    def say(self, line: str) -> None: ...
-
-
 def planted(runs: Runs, point: Point, attempt: int) -> tuple[int | None, str]:
     """A warm-up of half the start's and another beta2 are better, and s_z's scale does nothing."""
     x: dict[str, Any] = dict(point.values)
@@ -245,7 +238,7 @@ def test_from_the_definition_to_the_report(tmp_path: Path) -> None:
     assert read_stored(of.path) == of
     for _ in range(2):  # the second start finds all runs
         engine = FakeEngine(runs, planted, jobs=8)
-        runner = Runner(of, runs, engine, Silent(), 0)  # type: ignore[arg-type]
+        runner = Runner(of, runs, engine, Heard(), 0)  # type: ignore[arg-type]
         assert runner.complete()
     assert not engine.started
     carried = {dict(point.values)["schedule.warmup_steps"] for point in runner.results if point.budget == 25600}

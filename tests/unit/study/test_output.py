@@ -11,23 +11,16 @@ from markdown_it.token import Token
 
 from ngpt_train.report.page.chart import styles
 from ngpt_train.report.rounded import DASH, interval, si
+from ngpt_train.study.compare import BROUGHT
 from ngpt_train.study.compare.comparison import write_reports
 from ngpt_train.study.compare.output import series, tables, wording
 from ngpt_train.study.compare.output.charts import PICTURES, write_figures
 from ngpt_train.study.compare.output.comparison_page import html
 from ngpt_train.study.compare.output.document import code, console, document, escaped
-from ngpt_train.study.compare.phrases import BROUGHT
-from tests.example_report import BUDGETS, HOSTILE, certificate, example
+from tests.example_report import BUDGETS, HOSTILE, SMALLEST, certificate, example
 
 MINUS = "\N{MINUS SIGN}"
 PUBLISHED = Path(__file__).parents[3] / "docs" / "studies"
-SMALLEST: dict[str, Any] = {
-    "arms": ("gpt", "ngpt"),
-    "budgets": BUDGETS[-1:],
-    "seeds": (1,),
-    "untuned": (),
-    "nulls": True,
-}
 
 
 @pytest.mark.parametrize(
@@ -62,12 +55,8 @@ def test_sizes(size: float, shown: str) -> None:
 def test_a_confound_stands_with_its_values_and_its_size() -> None:
     """Caught: a first page that names keys alone."""
     report = example()
-    report["referee"][-1] |= {
-        "key": "optim.weight_decay",
-        "values": [0.1, 0.3],
-        "size": 3.0,
-        "note": "not the recipe's",
-    }
+    report["referee"][-1] |= {"key": "optim.weight_decay", "values": [0.1, 0.3]}
+    report["referee"][-1] |= {"size": 3.0, "note": "not the recipe's"}
     shown = "(0.3 in gpt_qk; 0.1 in gpt; 3 times; not the recipe's)"
     assert wording.confound(report["referee"][-1]) == shown
     assert f"`optim.weight_decay` {escaped(shown)}" in document(report, {}).split("## End loss")[0]

@@ -67,6 +67,12 @@ def arms(root: Path, first: dict[str, Any], second: dict[str, Any], **of_second:
     return found
 
 
+def decayed(root: Path, decays: dict[int, float], **facts: Any) -> list[Run]:
+    """An arm's runs, by their steps with the weight decay. facts: of all but the shortest."""
+    configs = [GPT | {"train.steps": steps, "optim.weight_decay": decay} for steps, decay in decays.items()]
+    return [plant(root / str(k), config, facts=FACTS | (facts if k else {})) for k, config in enumerate(configs)]
+
+
 def by_key(entries: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     assert len({(x["key"], *x["arms"]) for x in entries}) == len(entries), "a difference is named twice"
     return {entry["key"]: entry for entry in entries}
@@ -212,19 +218,11 @@ def test_runs_of_one_arm_that_differ(tmp_path: Path) -> None:
 
 def test_budgets_are_compared_with_equal_budgets(tmp_path: Path) -> None:
     """Caught: a baseline with a longer run as a confound; a value that two arms have at other budgets."""
-
-    def runs(name: str, **decay: float) -> list[Run]:
-        return [
-            plant(tmp_path / f"{name}{steps}", GPT | {"train.steps": int(steps), "optim.weight_decay": value})
-            for steps, value in decay.items()
-        ]
-
-    one, more = runs("one", **{"50": 0.1, "100": 0.1}), runs("more", **{"50": 0.1, "100": 0.1, "200": 0.1})
+    one = decayed(tmp_path / "one", {50: 0.1, 100: 0.1})
+    more = decayed(tmp_path / "more", {50: 0.1, 100: 0.1, 200: 0.1})
     assert examine({"one": one, "more": more}, under_test=["model"]) == []
-    crossed = examine(
-        {"one": runs("x", **{"50": 0.1, "100": 0.2}), "more": runs("y", **{"50": 0.2, "100": 0.1})},
-        under_test=["model"],
-    )
+    x, y = decayed(tmp_path / "x", {50: 0.1, 100: 0.2}), decayed(tmp_path / "y", {50: 0.2, 100: 0.1})
+    crossed = examine({"one": x, "more": y}, under_test=["model"])
     assert {tuple(x["arms"]) for x in crossed if x["key"] == "optim.weight_decay"} >= {("one", "more")}
     (apart, *_) = examine({"one": one[:1], "more": more[2:]}, under_test=["model"])
     assert (apart["key"], apart["kind"], apart["size"]) == ("train.steps", "confound", 4.0)
@@ -233,23 +231,15 @@ def test_budgets_are_compared_with_equal_budgets(tmp_path: Path) -> None:
 def test_a_confound_at_a_budget_that_some_arms_lack(tmp_path: Path) -> None:
     """Caught: a third arm without the larger budgets, which hides differences of the other two there, at the budget of
     their verdict; another value at a further budget of the baseline, which is part of the fit."""
-
-    def runs(name: str, facts: dict[str, Any], **decay: float) -> list[Run]:
-        configs = [GPT | {"train.steps": int(n), "optim.weight_decay": value} for n, value in decay.items()]
-        return [plant(tmp_path / f"{name}{i}", c, facts=FACTS | (facts if i else {})) for i, c in enumerate(configs)]
-
-    short = runs("short", {}, **{"50": 0.1})
-    one, other = (
-        runs(name, {"git_commit": sha * 40}, **{"50": 0.1, "100": decay})
-        for name, sha, decay in (("one", "1", 0.1), ("other", "2", 0.3))
-    )
+    short, one = decayed(tmp_path / "short", {50: 0.1}), decayed(tmp_path / "one", {50: 0.1, 100: 0.1})
+    other = decayed(tmp_path / "other", {50: 0.1, 100: 0.3}, git_commit="2" * 40)
     found = examine({"one": one, "short": short, "other": other}, under_test=["model"])
     between = {x["key"]: x["kind"] for x in found if len(x["arms"]) == 3}
     assert between == {"optim.weight_decay": "confound", "git_commit": "confound"}
-    longer = runs("longer", {}, **{"50": 0.1, "100": 0.1, "200": 0.3})
+    longer = decayed(tmp_path / "longer", {50: 0.1, 100: 0.1, 200: 0.3})
     (within,) = examine({"one": one, "longer": longer}, under_test=["model"])
     assert (within["arms"], within["key"], within["values"]) == (["longer"], "optim.weight_decay", [0.1, 0.3])
-    silent = runs("silent", {"n_params": None}, **{"50": 0.1, "100": 0.1})
+    silent = decayed(tmp_path / "silent", {50: 0.1, 100: 0.1}, n_params=None)
     larger = [plant(tmp_path / "larger", GPT | {"model.d_mlp": 300}, facts=FACTS | {"n_params": 700_000})]
     sizes = by_key(examine({"silent": silent, "larger": larger}, under_test=["model"]))["n_params"]
     assert sizes["values"] == [FACTS["n_params"], 700_000]
@@ -288,16 +278,9 @@ def test_partial_configs(tmp_path: Path) -> None:
 
 
 def test_three_arms(tmp_path: Path) -> None:
-    found = by_key(
-        examine(
-            {
-                "a": [plant(tmp_path / "a", GPT)],
-                "b": [plant(tmp_path / "b", GPT)],
-                "c": [plant(tmp_path / "c", GPT | {"train.batch_rows": 16})],
-            },
-            under_test=["model"],
-        )
-    )
+    configs = {"a": GPT, "b": GPT, "c": GPT | {"train.batch_rows": 16}}
+    runs = {name: [plant(tmp_path / name, config)] for name, config in configs.items()}
+    found = by_key(examine(runs, under_test=["model"]))
     assert found["tokens_per_step"]["arms"] == ["a", "b", "c"]
     assert found["tokens_per_step"]["values"] == [512, 512, 1024]
     assert found["tokens_per_step"]["note"] == "through train.batch_rows"

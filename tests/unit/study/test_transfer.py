@@ -104,7 +104,7 @@ def test_within_is_of_the_interval_and_not_of_the_estimate() -> None:
 
 def test_what_counts_in_a_fit() -> None:
     """Caught: an unweighted fit; an interval that points off the line do not widen; an interval from one seed, whose
-    noise is not known; a drift of a single size."""
+    noise is not known."""
     drift = drift_of(rates(0.0, [0.05, 0.05, 0.05, 3.0], [0.0, 0.0, 0.0, -2.0]))
     assert abs(drift.octaves) < 0.05
     assert drift.verdict == "transfers"
@@ -113,8 +113,6 @@ def test_what_counts_in_a_fit() -> None:
     unknown = drift_of([*rates(-1.0, [0.1] * 3), (0.0025, None, None)])
     assert (unknown.low, unknown.high, unknown.verdict) == (None, None, "not resolved")
     assert unknown.octaves == pytest.approx(-3)
-    with pytest.raises(ValueError, match="two sizes"):
-        fit_drift([64, 64], rates(0.0, [0.1] * 2), 0.5, 0.95)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -210,15 +208,8 @@ def test_a_transfer_that_is_interrupted_is_completed_by_the_same_command(
     that are others at the next start; a report that is not written at the end."""
     monkeypatch.setattr(runner, "measure", lambda configs, *_: dict.fromkeys(configs, ArmSize(1, 1, None, "")))
     monkeypatch.setattr(runner, "local_engine", lambda config, gpus, cores, runs: engine)
-    given = [
-        "model=ngpt",
-        "scale=debug",
-        "data=embedded",
-        "tokenizer=bytes",
-        "study.budgets=[51200]",
-        "study.seeds=[0]",
-    ]
-    given += ["transfer.widths=[32,64]", f"study.root={tmp_path}", "train.device=cpu"]
+    given = ["model=ngpt", "scale=debug", "data=embedded", "tokenizer=bytes", "train.device=cpu"]
+    given += ["transfer.widths=[32,64]", "study.budgets=[51200]", "study.seeds=[0]", f"study.root={tmp_path}"]
     root = tmp_path / "transfer-ngpt-debug"
     stored = cache(lambda: Runs(read_stored(root)))
     seen: list[list[str]] = []

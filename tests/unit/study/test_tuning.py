@@ -154,28 +154,6 @@ def test_larger_budgets_begin_where_the_fit_over_smaller_ones_points() -> None:
     assert [octaves_of_best(results, budget) for budget in (1000, 2000, 8000)] == [2, 1, -1]
 
 
-def test_further_keys_by_coordinate_descent() -> None:
-    """Caught: a rate that is not bracketed again; a key that is tried with the wrong rate."""
-
-    def loss(point: Point) -> float:
-        decay = float(dict(point.values)["optim.weight_decay"])  # type: ignore[arg-type]
-        return 3 + 0.02 * (octaves(point) + 10 * decay - 1) ** 2 + (decay - 0.2) ** 2
-
-    of = study(weight_decay=(0.0, 0.1, 0.2, 0.4))
-    results, rounds = search(of, loss)
-    found = tunings(trials(results), listed=["optim.weight_decay"])
-    assert found[1000, LR].state == found[1000, "optim.weight_decay"].state == "bracketed"
-    assert set(rounds[0]) == {
-        Point("gpt", 1000, ((LR, lr), ("optim.weight_decay", 0.0)), 0) for lr in (0.0005, 0.001, 0.002)
-    }
-    best = min((known.loss or 9.0, point.values) for point, known in results.items())[1]
-    for key, values in (("optim.weight_decay", (0.0, 0.1, 0.2, 0.4)), (LR, None)):
-        for value in values or (float(dict(best)[LR]) / 2, float(dict(best)[LR]) * 2):  # type: ignore[arg-type]
-            neighbour = tuple(sorted((dict(best) | {key: value}).items()))
-            assert any(point.values == neighbour for point in results), "the best has a neighbour that was not tried"
-    assert len({point.values for point in results}) <= 18
-
-
 def test_unfinished_points_of_each_arm_are_wanted() -> None:
     """Caught: an arm that waits for another, or begins at its rate; a finished point that is wanted again."""
     starts = {"gpt": START, "ngpt": 0.03}

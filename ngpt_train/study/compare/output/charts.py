@@ -288,13 +288,11 @@ def _tuning_curve(report: Report, entry: Mapping[str, Any], axis: Axis) -> list[
 def sensitivity(report: Report) -> Chart:
     marks = []
     keys = list(dict.fromkeys(entry["key"] for entry in report["tuning"] if series.is_numeric(entry)))
-    known = {id(entry): found for entry in report["tuning"] if (found := series.sensitivity(entry))}
-    entries = [entry for entry in report["tuning"] if id(entry) in known]
-    for entry in entries:
-        of_arm = [x["budget"] for x in entries if (x["arm"], x["key"]) == (entry["arm"], entry["key"])]
+    known = [(entry, found) for entry in report["tuning"] if (found := series.sensitivity(entry))]
+    for entry, (x, y) in known:
+        of_arm = [of["budget"] for of, _ in known if (of["arm"], of["key"]) == (entry["arm"], entry["key"])]
         largest = (LARGEST,) * (entry["budget"] == max(of_arm))
         when = {"budget": (str(entry["budget"]), *largest), "key": entry["key"]}
-        x, y = known[id(entry)]
         hover = f"{{arm}}, {si(entry['budget'])} tokens\n{{text}}: +{{y:4f}} {report['unit']}"
         texts = [f"{value:.4g}" for value, _ in series.means(entry)]
         hollow = [entry["state"] != "bracketed"] * len(x)

@@ -1,26 +1,14 @@
 """report.html: one page with verdicts, figures and tables. It needs no network."""
 
 from html import escape
-from pathlib import Path
 
-from ngpt_train.core.files import write_atomically
 from ngpt_train.report.page.chart import Chart
 from ngpt_train.report.page.html import figure, glyph, header, links, page, scrolled, section
 from ngpt_train.report.rounded import DASH
-from ngpt_train.study.compare.output import charts, tables
+from ngpt_train.study.compare.output import charts, tables, wording
 from ngpt_train.study.compare.output.study_tables import descents, interactions
 from ngpt_train.study.compare.output.tables import Table
-from ngpt_train.study.compare.output.wording import (
-    NO_CONFOUNDS,
-    Report,
-    cautions,
-    confound,
-    confounds,
-    facts,
-    is_tuned,
-    looked_at,
-    notes,
-)
+from ngpt_train.study.compare.output.wording import Report
 
 # The table beneath a figure.
 BENEATH = {
@@ -33,12 +21,8 @@ BENEATH = {
 FOLDED = ("speedups", "differences", "runs")
 
 
-def write_page(report: Report, path: Path) -> None:
-    """Writes the page of `report` (report.json) to `path`."""
-    write_atomically(path, html(report).encode())
-
-
 def html(report: Report) -> str:
+    """The page of report.json."""
     drawn = [chart for make in charts.CHARTS if (chart := make(report)).has_marks]
     body = "\n".join([*_first_screen(report, drawn), *_sections(report, drawn)])
     title = f"{report['title']}: which is better, by how much, how sure"
@@ -51,9 +35,9 @@ def _first_screen(report: Report, drawn: list[Chart]) -> list[str]:
     sections = {"verdicts": "Verdicts", keys.name: "What was tuned", **{chart.name: chart.title for chart in drawn}}
     sections |= {"differences": "Noise", "referee": "What differs", "failures": "Failures", "audits": "Audits"}
     return [
-        header(str(report["title"]), " · ".join(facts(report))),
+        header(str(report["title"]), " · ".join(wording.facts(report))),
         _confounds(report),
-        "".join(f'<p class="box warn">{escape(sentence)}</p>' for sentence in cautions(report)),
+        "".join(f'<p class="box warn">{escape(sentence)}</p>' for sentence in wording.cautions(report)),
         f'<section id="verdicts"><h2>Verdicts</h2>{_cards(report, tables.verdicts(report))}</section>',
         section(keys.name, keys.title, _table(report, keys)),
         links(sections | {"again": "How to regenerate"}),
@@ -63,18 +47,18 @@ def _first_screen(report: Report, drawn: list[Chart]) -> list[str]:
 
 
 def _confounds(report: Report) -> str:
-    found = confounds(report)
+    found = wording.confounds(report)
     keys = len({key for of_entry, _ in found for key in of_entry})
-    first = f"<p>{escape(NO_CONFOUNDS)}</p>"
+    first = f"<p>{escape(wording.NO_CONFOUNDS)}</p>"
     if found:
         items = "".join(
-            f"<li><code>{escape(', '.join(of))}</code> {escape(confound(entry))}</li>" for of, entry in found
+            f"<li><code>{escape(', '.join(of))}</code> {escape(wording.confound(entry))}</li>" for of, entry in found
         )
         first = (
             f"<p><strong>{keys} confound{'s' * (keys != 1)}</strong>, any of which may be the cause of a difference."
             f"</p><ul>{items}</ul>"
         )
-    seen = " ".join(looked_at(report))
+    seen = " ".join(wording.looked_at(report))
     return (
         f'<div class="box{" warn" * bool(found)}" id="confounds">{first}<p>{escape(seen)} '
         '<a href="#referee">All that differs</a></p></div>'
@@ -94,7 +78,7 @@ def _sections(report: Report, drawn: list[Chart]) -> list[str]:
     others = (make(report) for make in (tables.differences, tables.referee, tables.failures, tables.audits))
     for found in (*interactions(report), *descents(report), *others):
         made.append(section(found.name, found.title, _table(report, found)))
-    if said := "".join(f"<li>{escape(note)}</li>" for note in notes(report)):
+    if said := "".join(f"<li>{escape(note)}</li>" for note in wording.notes(report)):
         made.append(section("notes", "Notes", f"<ul>{said}</ul>"))
     commands = escape("\n".join(report["commands"]))
     commits = ", ".join(f"<code>{escape(str(commit))}</code>" for commit in report["commits"]) or "not known"
@@ -104,7 +88,7 @@ def _sections(report: Report, drawn: list[Chart]) -> list[str]:
 
 def _arm(report: Report, name: str) -> str:
     """The arm's mark, name and stamp. That it is not resolved is said by the table of verdicts alone."""
-    stamp = "" if is_tuned(report, name) else '<span class="stamp untuned">untuned</span>'
+    stamp = "" if wording.is_tuned(report, name) else '<span class="stamp untuned">untuned</span>'
     return f'{glyph(charts.looks_of(report)[name])}<span class="name">{escape(name)}</span>{stamp}'
 
 

@@ -6,49 +6,33 @@ from dataclasses import replace
 
 from ngpt_train.core.recorded import printable
 from ngpt_train.report.rounded import DASH, si
-from ngpt_train.study.compare.output import tables
+from ngpt_train.study.compare.output import tables, wording
 from ngpt_train.study.compare.output.series import end_losses
 from ngpt_train.study.compare.output.study_tables import descents, interactions
 from ngpt_train.study.compare.output.tables import Table
-from ngpt_train.study.compare.output.wording import (
-    HOW,
-    NO_CONFOUNDS,
-    VERDICTS,
-    Report,
-    budget_of,
-    cautions,
-    confound,
-    confounds,
-    facts,
-    known_speedups,
-    label,
-    looked_at,
-    marked,
-    notes,
-    ratio,
-)
+from ngpt_train.study.compare.output.wording import Report
 
 
 def document(report: Report, figures: Mapping[str, str]) -> str:
-    found, of_keys = confounds(report), tables.tuning_of_keys(report)
-    of_confounds = [f"{code(', '.join(keys))} {escaped(confound(entry))}" for keys, entry in found]
+    found, of_keys = wording.confounds(report), tables.tuning_of_keys(report)
+    of_confounds = [f"{code(', '.join(keys))} {escaped(wording.confound(entry))}" for keys, entry in found]
     parts = [
         f"# {escaped(str(report['title']))}",
-        escaped(" · ".join(facts(report))) + ".",
+        escaped(" · ".join(wording.facts(report))) + ".",
         "## Verdicts",
         _table(report, tables.verdicts(report)),
         "**Confounds**, any of which may be the cause of a difference:\n\n" + _list(of_confounds)
         if found
-        else NO_CONFOUNDS,
-        _list(map(escaped, looked_at(report))),
+        else wording.NO_CONFOUNDS,
+        _list(map(escaped, wording.looked_at(report))),
         f"### {of_keys.title}",
         _table(report, of_keys),
-        _list(f"**{escaped(sentence)}**" for sentence in cautions(report)),
+        _list(f"**{escaped(sentence)}**" for sentence in wording.cautions(report)),
         *(f"![{caption}]({path})\n\n*{caption}*" for path, caption in figures.items()),
     ]
     for table in _tables(report):
         parts += [f"## {table.title}", _table(report, table)]
-    if said := notes(report):
+    if said := wording.notes(report):
         parts += ["## Notes", _list(map(escaped, said))]
     commits = ", ".join(code(str(commit)) for commit in report["commits"]) or "not known"
     commands = "\n".join(f"    {line}" for command in report["commands"] for line in command.splitlines())
@@ -59,9 +43,9 @@ def document(report: Report, figures: Mapping[str, str]) -> str:
 def _tables(report: Report) -> list[Table]:
     """The tables after the figures. Speed-up lacks what Verdicts says; Tuning is of the budgets of the verdicts, and of
     those where an arm is untuned."""
-    last = {(arm, si(budget_of(report, arm))) for arm in report["arms"]}
+    last = {(arm, si(wording.budget_of(report, arm))) for arm in report["arms"]}
     ratios, tuned = tables.speedups(report), tables.tuning(report)
-    above = [row for row in ratios.rows if row[1] == HOW["annealed"] and (row[0], row[2]) in last]
+    above = [row for row in ratios.rows if row[1] == wording.HOW["annealed"] and (row[0], row[2]) in last]
     others = [row for row in tuned.rows if row[3] == "bracketed" and (row[0], row[1]) not in last]
     return [
         tables.end_loss(report),
@@ -83,17 +67,17 @@ def console(report: Report) -> str:
     """For a terminal: the title, a row for each arm and budget, and the sentences of the first page."""
     texts = [["Arm", "Tokens", "End loss", tables.minus(report)[0], "Speed-up, tokens", "Verdict"]]
     for arm in report["arms"]:
-        ratios = {s["budget"]: s for s in known_speedups(report, arm) if s["unit"] == "tokens"}
-        word = "baseline" if arm == report["baseline"] else VERDICTS.get(report["verdicts"].get(arm), DASH)
+        ratios = {s["budget"]: s for s in wording.known_speedups(report, arm) if s["unit"] == "tokens"}
+        word = "baseline" if arm == report["baseline"] else wording.VERDICTS.get(report["verdicts"].get(arm), DASH)
         for budget in end_losses(report, arm):
-            said = word if budget == budget_of(report, arm) else ""
+            said = word if budget == wording.budget_of(report, arm) else ""
             shown = tables.at_budget(report, arm, budget)
-            texts.append([label(report, arm), *shown, ratio(ratios.get(budget)), said])
+            texts.append([wording.label(report, arm), *shown, wording.ratio(ratios.get(budget)), said])
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     lines = ["  ".join(x.ljust(n) for x, n in zip(line, widths, strict=True)).rstrip() for line in texts]
-    found = [f"confound: {', '.join(keys)} {confound(entry)}" for keys, entry in confounds(report)]
-    sentences = [*(found or [NO_CONFOUNDS]), *looked_at(report), *cautions(report)]
-    title = f"{report['title']}: {' · '.join(facts(report))}"
+    found = [f"confound: {', '.join(keys)} {wording.confound(entry)}" for keys, entry in wording.confounds(report)]
+    sentences = [*(found or [wording.NO_CONFOUNDS]), *wording.looked_at(report), *wording.cautions(report)]
+    title = f"{report['title']}: {' · '.join(wording.facts(report))}"
     return "\n".join(map(printable, [title, "", *lines, "", *sentences, *report["notes"]]))
 
 
@@ -130,5 +114,5 @@ def _table(report: Report, table: Table) -> str:
 
 def _cell(report: Report, text: str, kind: str) -> str:
     if kind == tables.ARM and text in report["arms"]:
-        return escaped(marked(report, text))
+        return escaped(wording.marked(report, text))
     return code(text) or DASH if kind == tables.CODE else escaped(text)

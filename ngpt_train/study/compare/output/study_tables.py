@@ -32,11 +32,10 @@ def interactions(report: Report) -> list[Table]:
     rows = []
     for x in report.get("interactions", ()):
         a, b, c, d = x["arms"]
-        words = (
-            f"untuned: {', '.join(x['untuned'])}" if x["untuned"] else "resolved" if x["resolved"] else "not resolved"
-        )
+        state = "resolved" if x["resolved"] else "not resolved"
+        state = f"untuned: {', '.join(x['untuned'])}" if x["untuned"] else state
         shown = si(x["budget"]), interval(x["estimate"], x["low"], x["high"]), si(x["n_seeds"])
-        rows.append([x["name"], f"({a} less {b}) less ({c} less {d})", *shown, words])
+        rows.append([x["name"], f"({a} less {b}) less ({c} less {d})", *shown, state])
     columns = [("Interaction", TEXT), ("Of the losses of", TEXT), ("Budget (tokens)", NUMBER)]
     columns += [(report["unit"], NUMBER), ("Seeds", NUMBER), ("State", TEXT)]
     note = "Below 0: a gains more on b than c gains on d. Paired by seed and validation row."

@@ -8,6 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from ngpt_train.report.rounded import DASH, interval, number, percent, si
+from ngpt_train.study.compare import BY_OWN_CLOCKS, OWN_NOISE
 from ngpt_train.study.compare.equal_loss import EXTRAPOLATED, FLATTERS
 from ngpt_train.study.compare.intervals import POWER
 from ngpt_train.study.compare.output.series import end_losses, losses_by_seed
@@ -30,7 +31,6 @@ from ngpt_train.study.compare.output.wording import (
     values_in_arms,
     values_text,
 )
-from ngpt_train.study.compare.phrases import BY_OWN_CLOCKS, OWN_NOISE
 
 # Kinds of columns. In ARM the name of an arm gets its mark and stamps; only CODE cells are code.
 ARM, NUMBER, CODE, TEXT, VERDICT = "arm", "number", "code", "text", "verdict"
@@ -289,18 +289,8 @@ def tuning(report: Report) -> Table:
         chosen = report["arms"][t["arm"]]["best_by_budget"].get(str(t["budget"]), {}).get(t["key"])
         state = "bracketed" if t["state"] == "bracketed" else f"untuned ({t['state']})"
         points = f"{len(t['points'])}" + (f", {failed} failed" if failed else "")
-        rows.append(
-            [
-                t["arm"],
-                si(t["budget"]),
-                t["key"],
-                state,
-                short(chosen),
-                _optimum(t),
-                number(t["price_of_grid"], 4),
-                points,
-            ]
-        )
+        found = (state, short(chosen), _optimum(t), number(t["price_of_grid"], 4), points)
+        rows.append([t["arm"], si(t["budget"]), t["key"], *found])
     columns = [("Arm", ARM), ("Budget (tokens)", NUMBER), ("Key", CODE), ("State", VERDICT)]
     names = ["Best tried", "Optimum of the parabola", "Price of the grid", "Points tried"]
     columns += [(name, NUMBER) for name in names]
@@ -346,8 +336,7 @@ def referee(report: Report) -> Table:
     rows = []
     for keys, entry in sorted(alike(differing(report)), key=lambda found: list(words).index(found[1]["kind"])):
         values = "in Tuning" if keys[0] in tuned and entry["kind"] == "follows" else values_in_arms(entry)
-        size = size_text(entry["size"]) if entry["size"] is not None else ""
-        note = "; ".join(filter(None, [size, entry["note"]])) or DASH
+        note = "; ".join(filter(None, [size_text(entry["size"]), entry["note"]])) or DASH
         rows.append([words[entry["kind"]], ", ".join(keys), values, note])
     columns = [("Kind", VERDICT), ("What differs", CODE), ("Values", TEXT), ("Size, note", TEXT)]
     note = (

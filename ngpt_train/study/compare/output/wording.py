@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ngpt_train.report.rounded import DASH, interval, number, percent, si
-from ngpt_train.study.compare.phrases import BROUGHT, OWN_NOISE
+from ngpt_train.study.compare import BROUGHT, OWN_NOISE
 
 Report = Mapping[str, Any]  # report.json
 
@@ -34,13 +34,13 @@ def values_text(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={short(value)}" for key, value in values.items())
 
 
-def short(value: Any) -> str:
-    return f"{value:.4g}" if type(value) is float else str(value)
+def short(value: Any, digits: int = 4) -> str:
+    return f"{value:.{digits}g}" if type(value) is float else str(value)
 
 
 def budget_of(report: Report, arm: str) -> int | None:
     """The budget of the arm's verdict: the largest shared with the baseline, else the arm's largest."""
-    shared = [d["budget"] or 0 for d in report["differences"] if d["arm"] == arm and d["estimate"] is not None]
+    shared = [d["budget"] for d in report["differences"] if d["arm"] == arm and d["estimate"] is not None]
     return max(shared or map(int, report["arms"][arm]["best_by_budget"]), default=None)
 
 
@@ -108,10 +108,8 @@ def _lost(report: Report) -> list[str]:
             failed, ended = (
                 sum((x["arm"], x["budget"]) == (arm, budget) for x in report[name]) for name in ("failures", "losses")
             )
-            runs = f"{failed} of its {failed + ended} runs there failed"
-            said.append(
-                f"No comparison of {arm} at {si(budget)} tokens: {runs}. A failure counts as worse than any loss."
-            )
+            why = f"{failed} of its {failed + ended} runs there failed. A failure counts as worse than any loss"
+            said.append(f"No comparison of {arm} at {si(budget)} tokens: {why}.")
     return said
 
 
@@ -137,8 +135,8 @@ SHOWN = 24  # characters of a value in a sentence; the table shows all
 
 def confound(entry: Mapping[str, Any]) -> str:
     """The values, arms and size of a difference: `(0.1 in gpt; 0.3 in ngpt; 3 times; the recipe brings 0)`."""
-    size = size_text(entry["size"]) if entry["size"] is not None else ""
-    return f"({'; '.join(filter(None, [values_in_arms(entry, SHOWN), size, entry['note']]))})"
+    said = (values_in_arms(entry, SHOWN), size_text(entry["size"]), entry["note"])
+    return f"({'; '.join(filter(None, said))})"
 
 
 FEW = 2  # arms at most of the commonest value that are named, not counted
@@ -147,25 +145,20 @@ MANY = 8  # distinct numbers at most that are listed
 
 def values_in_arms(entry: Mapping[str, Any], length: int | None = None) -> str:
     """`scalar in a, b; vector in 5 others`. length: characters of a value at most."""
-    texts = [
-        text if length is None or len(text) <= length else f"{text[:length]}…"
-        for text in map(value_text, entry["values"])
-    ]
+    texts = [short(value, 6) for value in entry["values"]]
+    if length is not None:
+        texts = [text if len(text) <= length else f"{text[:length]}…" for text in texts]
     if len(entry["arms"]) != len(texts):  # the runs of one arm
         return f"{' and '.join(texts)} in {', '.join(entry['arms'])}"
     by_value = dict[str, list[str]]()
     for arm, text in zip(entry["arms"], texts, strict=True):
         by_value.setdefault(text, []).append(arm)
     if len(by_value) > MANY and all(type(value) in (int, float) for value in entry["values"]):
-        return f"{value_text(min(entry['values']))} to {value_text(max(entry['values']))}"
+        return f"{short(min(entry['values']), 6)} to {short(max(entry['values']), 6)}"
     common = max(by_value, key=lambda text: len(by_value[text]))
     arms = by_value.pop(common)
     named = arms if len(arms) <= FEW else [f"{len(arms)} others"]
     return "; ".join(f"{text} in {', '.join(of)}" for text, of in [*by_value.items(), (common, named)])
-
-
-def value_text(value: Any) -> str:
-    return f"{value:.6g}" if type(value) is float else str(value)
 
 
 def differing(report: Report) -> list[dict[str, Any]]:
@@ -254,10 +247,10 @@ def _tuned_alone(report: Report, arm: str) -> str:
     return f"{arm} and {pair[1]} were both tuned for {both}; {' and '.join(said)}." if said else ""
 
 
-def size_text(size: Any) -> str:
-    """The size of a difference in words; a number is a ratio of values."""
-    if type(size) not in (int, float):
-        return str(size)
+def size_text(size: float | None) -> str:
+    """The size of a difference, a ratio of values, in words; empty where there is none."""
+    if size is None:
+        return ""
     digits = next((n for n in (3, 4, 5, 6, 7) if float(f"{size:.{n}g}") != 1), 3)  # 1.0001 times is not once
     return f"{number(size, None, digits)} times"
 
