@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.models import Decoder, build_model, export_weights, load_weights
+from ngpt_train.models import Decoder, build_model, load_weights
 from ngpt_train.models.angpt.keys import AnGPTConfig
 from ngpt_train.models.composed.keys import ComposedConfig
 from ngpt_train.models.composed_encoder_decoder.keys import ComposedEncoderDecoderConfig
@@ -75,12 +75,15 @@ def gpt_shape(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def gpt_encoder_decoder_with(**options: Any) -> Architecture:
-    used = ("rope_layout", "rope_base", "norm_eps", "activation", "logit_soft_cap")
-    told = {name: options[name] for name in used if name in options}
-    table = partial(ntransformer.baseline_shapes, **gpt_shape(options))
-    forward = partial(ntransformer.baseline_forward, **told)
+    """Its reference is the composed one, whose defaults are GPT's but for the eps of norms."""
+    told = {"norm_eps": 1e-6} | {name: value for name, value in options.items() if name in composed.DEFAULTS}
+
+    def forward(*arguments: Any, **more: Any) -> Tensor:
+        return gpt.capped(composed.forward(*arguments, **more, **told), options.get("logit_soft_cap"))
+
+    tables = partial(composed.shapes, **told), gpt.random_weights
     formula = ntransformer.baseline_n_params
-    return Architecture(GPTEncoderDecoderConfig, table, gpt.random_weights, forward, formula, options)
+    return Architecture(GPTEncoderDecoderConfig, *tables, forward, formula, options)
 
 
 def spherical(
@@ -358,14 +361,6 @@ def jittered(
     model = build_model(config(architecture, size)).to(dtype)
     load_weights(model, {name: x.to(dtype) for name, x in weights.items()})
     return model, weights
-
-
-def export_gradients(model: Decoder) -> dict[str, Tensor]:
-    """The gradients under their canonical names: put in the parameters' place and exported. Ruins the model."""
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        parameter.data = parameter.grad
-    return export_weights(model)
 
 
 def source_length(architecture: Architecture, size: Size) -> int:
