@@ -27,7 +27,7 @@ from ngpt_train.models.ngpt.keys import (
 from ngpt_train.models.normformer.keys import NormFormerConfig
 from ngpt_train.models.ntransformer.keys import NTransformerConfig
 from ngpt_train.models.powernorm.keys import PowerNormConfig
-from tests.reference import angpt, composed, gpt, ngpt, normformer, ntransformer, powernorm
+from tests.reference import angpt, composed, gpt, ngpt, ntransformer, powernorm
 
 Shapes = dict[str, tuple[int, ...]]
 Scales = dict[str, tuple[str, float | str, float | str]]  # words such as 1/L: of tests without a reference
@@ -123,13 +123,26 @@ def angpt_with(**options: Any) -> Architecture:
 
 
 def normformer_with(**options: Any) -> Architecture:
-    told = {name: value for name, value in options.items() if name not in ("tied_embeddings", "activation")}
-    used = {name: options[name] for name in ("head_scale", "positions", "activation") if name in options}
-    table = partial(normformer.shapes, tied=options.get("tied_embeddings", True), context=CONTEXT, **told)
-    forward = partial(normformer.forward, **used)
-    functions = (table, normformer.random_weights, forward, normformer.n_params)
+    """Its reference is the composed one."""
+    words = as_composed(options)
+    functions = (composed.random_weights, partial(composed.forward, **words), composed.normformer_n_params)
+    table = partial(composed.shapes, context=CONTEXT, **words)
     # It is multiplied by sqrt(d_model) where it is read.
-    return Architecture(NormFormerConfig, *functions, options, lambda d_model: 0.5 * d_model**-0.5)
+    return Architecture(NormFormerConfig, table, *functions, options, lambda d_model: 0.5 * d_model**-0.5)
+
+
+def as_composed(options: dict[str, Any]) -> dict[str, Any]:
+    """NormFormer with these options, in the words of the composed decoder."""
+    renamed: dict[str, tuple[str, dict[Any, str]]] = {
+        "post_attn_norm": ("attn_norm_placement", {True: "peri", False: "pre"}),
+        "ffn_norm": ("ffn_norm", {True: "norm", False: "none"}),
+        "res_scale": ("res_scale", {True: "mlp", False: "none"}),
+    }
+    words = dict(NORMFORMER)
+    for name, value in options.items():
+        word, meaning = renamed.get(name, (name, {}))
+        words[word] = meaning.get(value, value)
+    return words
 
 
 def powernorm_with(**options: Any) -> Architecture:
@@ -157,7 +170,7 @@ def composed_encoder_decoder_with(**options: Any) -> Architecture:
 
 
 CONTEXT = 96
-NORMFORMER = {  # in the words of the composed decoder
+NORMFORMER: dict[str, Any] = {  # in the words of the composed decoder
     "norm": "layer",
     "attn_norm_placement": "peri",
     "ffn_norm": "norm",

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tests.reference import gpt
-from tests.reference.normformer import layer_norm
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # of x, gain and bias
 
@@ -165,6 +164,11 @@ def group_scaling(x: Tensor, groups: int, eps: float = 1e-5) -> Tensor:
         return x
     g = x.unflatten(-1, (groups, -1))
     return (g / torch.sqrt((g * g).mean(-1, keepdim=True) + eps)).flatten(-2)
+
+
+def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / torch.sqrt((centred * centred).mean(-1, keepdim=True) + eps) * gain + bias
 
 
 # The decoder. A place is where a norm stands: `layers.{i}.norm_attn`, `layers.{i}.norm_mlp` and `norm_final`. Its
