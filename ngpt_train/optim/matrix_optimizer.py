@@ -72,7 +72,7 @@ class MatrixOptimizer(torch.optim.Adam):
     State has Adam's keys, and for Muon `step`, `momentum_buffer` and NorMuon's `mean_square`, whole on every rank:
     `(rows, 1)`, or `(1, d_model)` of a transposed matrix.
 
-    `grad_scale` and `found_inf` are as in torch's fused optimizers: if found_inf is 1, no bit changes.
+    `grad_scale` and `found_inf` are as in torch's fused optimizers.
     """
 
     def __init__(

@@ -21,16 +21,12 @@ class RowAdam(torch.optim.Adam):
     """torch's fused Adam or AdamW, but for a matrix, `(rows, d)`: its step is `kernels.adam.adam_rows_`.
 
     groups: torch's parameter groups; each has matrices alone or vectors alone. constraints: for each group, where the
-    step leaves the rows of its matrices. with_bf16_copy: linears with a bf16 copy, which the
-    optimizer rewrites with each step; `self.copies` makes the copies when it first lends them. options: for
-    torch.optim.Adam.
+    step leaves the rows of its matrices. with_bf16_copy: linears with a bf16 copy, which the optimizer rewrites with
+    each step; `self.copies` makes the copies when it first lends them. options: for torch.optim.Adam.
 
     State and groups have the keys of torch's Adam, so that a checkpoint of either loads into the other. That is why
-    `constraints` is an attribute and no key of a group.
-
-    There is no collective: FSDP2 shards matrices by whole rows, and a rank moves its own rows. As with torch's fused
-    optimizers, gradients are divided by the attribute `grad_scale`, and if the attribute `found_inf` is 1 nothing
-    changes.
+    `constraints` is an attribute and no key of a group. There is no collective: FSDP2 shards matrices by whole rows,
+    and a rank moves its own rows. `grad_scale` and `found_inf` are as in torch's fused optimizers.
     """
 
     def __init__(
