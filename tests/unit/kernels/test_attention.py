@@ -194,13 +194,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         ("flash_attn", GPU, 64, torch.float32, "bf16 or fp16, and train.precision asks for float32"),
         ("flash_attn", GPU, 20, BF16, "heads of a multiple of 8 up to 256, and these are of 20"),
         ("flash_attn", GPU, 320, BF16, "up to 256, and these are of 320"),
-        (
-            "flash_attn",
-            GPU,
-            64,
-            BF16,
-            r"is version 2 \(2: flash_attn is there without its functions",
-        ),
+        ("flash_attn", GPU, 64, BF16, r"is version 2 \(2: flash_attn is there without its functions"),
     ]
     for *arguments, message in cases:
         with pytest.raises(ValueError, match=f"kernels.attention=flash_attn: .*{message}.*Use kernels.attention=auto"):

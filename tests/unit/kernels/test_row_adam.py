@@ -165,8 +165,7 @@ def test_a_bad_gradient_moves_nothing(run: str, before: int, bad: float) -> None
 
 
 @pytest.mark.parametrize(
-    ("run", "first", "then"),
-    [("ngpt", "torch", "triton"), ("gpt", "triton", "torch"), ("ngpt", "triton", "triton")],
+    ("run", "first", "then"), [("ngpt", "torch", "triton"), ("gpt", "triton", "torch"), ("ngpt", "triton", "triton")]
 )
 def test_resume(run: str, first: str, then: str, tmp_path: Path) -> None:
     """Caught: state under other names, a step count on the host, rows divided on loading."""

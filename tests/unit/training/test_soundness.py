@@ -14,13 +14,7 @@ from torch import Tensor
 from ngpt_train.core.errors import DataError
 from ngpt_train.observe.train_records import TrainRecords
 from ngpt_train.training import build_state, loop, train_step
-from ngpt_train.training.checkpoint import (
-    Checkpoints,
-    find_checkpoint,
-    last_good,
-    list_checkpoints,
-    load_state,
-)
+from ngpt_train.training.checkpoint import Checkpoints, find_checkpoint, last_good, list_checkpoints, load_state
 from ngpt_train.training.checkpoint.catalogue import best, has_exploded, step_of
 from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, NumericalError
 from ngpt_train.training.hooks import TrainingRun
