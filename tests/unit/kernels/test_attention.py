@@ -18,7 +18,7 @@ from ngpt_train.core import log
 from ngpt_train.distributed.recomputation import recomputed
 from ngpt_train.kernels import attention as module
 from ngpt_train.kernels import flash
-from ngpt_train.kernels.attention import Blocks, Packed, attention, choose, chosen
+from ngpt_train.kernels.attention import Blocks, Packed, attention, choose
 from ngpt_train.models.layers.documents import document_mask
 from ngpt_train.models.ngpt.keys import NGPTConfig
 from ngpt_train.training import build_state
@@ -40,8 +40,9 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     found = module.find_varlen
     found.cache_clear()
     log._said.clear()
-    with chosen("auto", CPU, D, torch.float32):
-        yield
+    monkeypatch.setattr(module, "_choice", "auto")
+    monkeypatch.setattr(module, "_flash", None)
+    yield
     found.cache_clear()
 
 
@@ -344,13 +345,3 @@ def test_flex_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
             y = compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask.mask, scale=SCALE)
         assert_equal(y.transpose(1, 2), softmax_attention(q, k, v, SCALE, visible_in(doc_ids)), inputs)
     module._compiled.cache_clear()
-
-
-def test_a_choice_for_a_while_is_undone() -> None:
-    """Caught: a choice that holds for good, or after an error inside."""
-    with chosen("sdpa", CPU, D, torch.float32):
-        assert module._choice == "sdpa"
-    assert (module._choice, module._flash) == ("auto", None)
-    with pytest.raises(ZeroDivisionError), chosen("sdpa", CPU, D, torch.float32):
-        raise ZeroDivisionError
-    assert (module._choice, module._flash) == ("auto", None)
