@@ -66,13 +66,13 @@ class RowAdam(torch.optim.Adam):
                 continue
             # A list of tensors: given one tensor, torch would wait for the device to read its value.
             torch._foreach_add_(steps, 1 if found_inf is None else [1 - found_inf] * len(steps))
-            hyper = group["lr"], *group["betas"], group["eps"], group["weight_decay"], constraint
+            lr, (beta1, beta2), eps, decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
             for weight, *of_weight, step in zip(*tensors, steps, strict=True):
                 # Only a valid copy is written and then declared valid: in a skipped step the kernel leaves the copy as
                 # it was, and an outdated copy must not become valid.
                 copy = self.copies.current(weight)
-                rows = map(local_rows, (weight, *of_weight))
-                adam_rows_(*rows, step, *hyper, grad_scale, found_inf, copy=copy)
+                w, g, m, v = map(local_rows, (weight, *of_weight))
+                adam_rows_(w, g, m, v, step, lr, beta1, beta2, eps, decay, constraint, grad_scale, found_inf, copy=copy)
                 if copy is not None:
                     self.copies.declare_valid(weight, copy)
 
