@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.reference.attention import gelu, positions_in, rope, silu, split_heads
-from tests.reference.ntransformer import attend, masks
+from tests.reference.attention import attend, causal, gelu, positions_in, rope, silu, split_heads
+from tests.reference.ntransformer import masks
 
 Shapes = dict[str, tuple[int, ...]]
 Norms = Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]]  # as of reference/powernorm.py, by place
@@ -278,9 +278,7 @@ def forward(
         memory = stack("encoder", read, seen[0], None, None, None)
         written = embedded(tokens[:, source:], "embedding", None)
         return stack("layers", written, seen[1], None, memory, seen[2]) @ output.T
-    t = tokens.shape[1]
-    ids = torch.zeros_like(tokens) if doc_ids is None else doc_ids
-    visible = torch.ones(t, t, dtype=torch.bool).tril() & (ids[:, :, None] == ids[:, None, :])
+    visible = causal(tokens.shape[1], doc_ids)
     return stack("layers", embedded(tokens, "embedding", doc_ids), visible, doc_ids, None, None) @ output.T
 
 

@@ -4,14 +4,13 @@ The first `source` tokens of a row are the encoder's, the others the decoder's. 
 Without `output` the decoder's embedding is the output's too; the encoder's is always its own.
 """
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.reference import ngpt
-from tests.reference.attention import rope, split_heads
+from tests.reference.attention import attend, rope, split_heads
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -70,13 +69,6 @@ def random_weights(
 def unit_rows(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same weights with every row of every matrix at unit norm."""
     return {name: ngpt.normalize(x) if x.ndim == 2 else x for name, x in weights.items()}
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor) -> Tensor:
-    """q (B, H, T, d_k), k and v (B, H, S, d_k), visible (B, T, S) -> (B, T, H * d_k)."""
-    scores = (q @ k.transpose(-2, -1) * scale).masked_fill(~visible[:, None], -math.inf)
-    p = torch.exp(scores - scores.amax(-1, keepdim=True))
-    return ((p / p.sum(-1, keepdim=True)) @ v).transpose(1, 2).flatten(2)
 
 
 def masks(doc_ids: Tensor, source: int) -> tuple[Tensor, Tensor, Tensor]:
