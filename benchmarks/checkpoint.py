@@ -45,7 +45,7 @@ def bench(overrides: Sequence[str]) -> Iterator[Entry]:
         size = float(sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor)))
 
         def save() -> Path:
-            return checkpoints.save(state, {}, lambda _: None)
+            return saved(checkpoints, state)
 
         def save_synced() -> None:
             torch.save(tensors, beside)
@@ -67,6 +67,11 @@ def bench(overrides: Sequence[str]) -> Iterator[Entry]:
         yield from cost_for_training(state, step, checkpoints)
 
 
+def saved(checkpoints: Checkpoints, state: TrainState) -> Path:
+    """The checkpoint of a save that training waits for."""
+    return checkpoints.write(checkpoints.snapshot(state, {}, lambda _: None, None), state.world)
+
+
 def cost_for_training(state: TrainState, step: Run, checkpoints: Checkpoints) -> Iterator[Entry]:
     """How long a step waits for a save, and how much longer STEPS steps take with a save in them."""
     with_async = replace(state.config.checkpoint, asynchronous=True)
@@ -74,7 +79,7 @@ def cost_for_training(state: TrainState, step: Run, checkpoints: Checkpoints) ->
     saves = Saves(checkpoints, in_background, lambda _: None, lambda _: None)
 
     def wait() -> None:
-        checkpoints.save(state, {}, lambda _: None)
+        saved(checkpoints, state)
 
     def begin() -> None:
         saves.save(state, {}, lambda _: None, None)

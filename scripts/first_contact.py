@@ -206,7 +206,7 @@ def checked(device: str, model: str, scale: str, choose: str, cache: str) -> int
     started = time.monotonic()
     found = first_contact(config, world, rows)
     assert found is not None
-    print(json.dumps({"contact": found.json(), "seconds": time.monotonic() - started}))
+    print(json.dumps({"contact": vars(found), "seconds": time.monotonic() - started}))
     return 0
 
 

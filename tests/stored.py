@@ -1,4 +1,4 @@
-"""What a checkpoint holds, read by safetensors alone."""
+"""A checkpoint of a state, and what one holds, read by safetensors alone."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ngpt_train.training.checkpoint import Checkpoints
+from ngpt_train.training.state import TrainState
+
 KINDS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "mean_square", "step", "ema", "statistics")
 # The first word of a name; else it is a weight's.
+
+
+def save_state(checkpoints: Checkpoints, state: TrainState, loss: float | None = None) -> Path:
+    """Saves as training does that waits; at the start of the data, without further files."""
+    snapshot = checkpoints.snapshot(state, {}, lambda _: None, loss)
+    return checkpoints.write(snapshot, checkpoints.world)
 
 
 def stored_tensors(checkpoint: Path) -> dict[str, dict[str, Tensor]]:

@@ -33,7 +33,6 @@ import platform
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -113,11 +112,7 @@ def check_cuda_graphs(device: torch.device) -> None:
 
 def begin_graph_step_at_forward(model: nn.Module) -> None:
     """Makes each forward pass of `model` begin a step of torch's CUDA graphs."""
-
-    def begin(*_: Any) -> None:
-        torch.compiler.cudagraph_mark_step_begin()
-
-    model.register_forward_pre_hook(begin)
+    model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
     say_once(logging.INFO, "compiled blocks are recorded as CUDA graphs and replayed (train.cuda_graphs)")
 
 

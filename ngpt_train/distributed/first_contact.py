@@ -48,7 +48,7 @@ TIE = 0.02  # A kernel stays unless plain PyTorch needs this much less time: tie
 
 @dataclass
 class Contact:
-    """The kernels that are off, and the findings. The same on all ranks."""
+    """The kernels that are off, and the findings. The same on all ranks. Its `vars` are an entry of run.json."""
 
     device: str
     choose: str  # kernels.choose
@@ -57,17 +57,13 @@ class Contact:
     calls: list[dict[str, Any]] = field(default_factory=list)  # each call with its finding
     notes: list[str] = field(default_factory=list)  # lines for the log
 
-    def json(self) -> dict[str, Any]:
-        """The entry of run.json."""
-        return dict(vars(self))
-
 
 def first_contact(
     config: Config, world: World, micro_rows: int, stored: Mapping[str, Any] | None = None
 ) -> Contact | None:
     """Checks the kernels, and switches off faulty and slow ones. None without a GPU.
 
-    To be called once, on all ranks, before the model is built. stored: `Contact.json` of the run's last start; a resume
+    To be called once, on all ranks, before the model is built. stored: `vars` of the run's last Contact; a resume
     keeps its choices by speed. Raises ConfigError if a kernel required by the config is faulty.
     """
     dispatch.switch_off({})

@@ -20,18 +20,17 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ngpt_train.config.keys import AUTO
-from ngpt_train.config.sections.training import ParallelConfig
 from ngpt_train.core.constants import IGNORED
 from ngpt_train.core.errors import ConfigError, told_by_rank_0
 from ngpt_train.core.log import say_once
 from ngpt_train.distributed.compilation import begin_graph_step_at_forward, check_cuda_graphs, keep_compiled
 from ngpt_train.distributed.recomputation import checkpoint_blocks
-from ngpt_train.distributed.world import World
 from ngpt_train.kernels import attention, dispatch
-from ngpt_train.models import Decoder, build_model
+from ngpt_train.models import build_model
 
 if TYPE_CHECKING:
-    from ngpt_train.config.schema import Config, ParallelConfig
+    from ngpt_train.config.schema import Config
+    from ngpt_train.config.sections.training import ParallelConfig
     from ngpt_train.distributed.world import World
     from ngpt_train.models.decoder import Decoder
 

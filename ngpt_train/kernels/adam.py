@@ -67,13 +67,7 @@ def adam_rows_(
             old.copy_(torch.where(skipped != 0, old, new))
 
 
-def check(
-    weight: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    copy: Tensor | None,
-) -> None:
+def check(weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, copy: Tensor | None) -> None:
     written = {"weight": weight, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "copy": copy}
     for name, tensor in (written | {"gradient": gradient}).items():
         if tensor is None:

@@ -96,18 +96,6 @@ def choose(attention: str, device: torch.device, d_head: int, dtype: torch.dtype
     _choice, _flash = attention, found
 
 
-@contextlib.contextmanager
-def chosen(attention: str, device: torch.device, d_head: int, dtype: torch.dtype) -> Iterator[None]:
-    """Sets `kernels.attention=` inside a `with`; raises as `choose`."""
-    global _choice, _flash
-    before = _choice, _flash
-    choose(attention, device, d_head, dtype)
-    try:
-        yield
-    finally:
-        _choice, _flash = before
-
-
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Mask = None) -> Tensor:
     """softmax(scale q k^T) v: q `(B, T, H, D)`, k and v `(B, S, H_kv, D)` -> `(B, T, H, D)`, all of one dtype.
 

@@ -273,9 +273,7 @@ def _(
     need_matrix: bool,
     need_scale: bool,
     label_smoothing: float,
-    on_triton: bool,
-    soft_cap: float = 0.0,
-    gradient_scale: Tensor | None = None,
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     dtype = torch.promote_types(h.dtype, torch.float32)
     return (

@@ -19,17 +19,17 @@ from ngpt_train.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from ngpt_train.config.model_keys import ModelConfig
-    from ngpt_train.models.decoder import Decoder, ParameterGroup
+    from ngpt_train.models.decoder import Decoder
     from ngpt_train.models.weights import export_gradients, export_weights, load_weights
 
-__all__ = ["Decoder", "ParameterGroup", "build_model", "export_gradients", "export_weights", "load_weights"]
+__all__ = ["Decoder", "build_model", "export_gradients", "export_weights", "load_weights"]
 
 
 def __getattr__(name: str) -> Any:
     """Imports these names on first use, because importing the keys must not import torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "decoder" if name in ("Decoder", "ParameterGroup") else "weights"
+    module = "decoder" if name == "Decoder" else "weights"
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)
 
 

@@ -67,14 +67,7 @@ class Head(NamedTuple):
             total = losses.sum()
             return Loss(total, n_tokens, total, None, losses)
         total, cross_entropy, z_term = linear_cross_entropy(
-            self.h,
-            self.matrix,
-            targets,
-            self.scale,
-            z_loss,
-            label_smoothing,
-            self.soft_cap,
-            self.gradient_scale,
+            self.h, self.matrix, targets, self.scale, z_loss, label_smoothing, self.soft_cap, self.gradient_scale
         )
         return Loss(total, n_tokens, cross_entropy, z_term)
 
@@ -224,11 +217,7 @@ class Decoder(nn.Module):
     # The forward pass, the same for all decoders.
 
     def forward(
-        self,
-        tokens: Tensor,
-        targets: Tensor | None = None,
-        doc_ids: Tensor | None = None,
-        seeds: Tensor | None = None,
+        self, tokens: Tensor, targets: Tensor | None = None, doc_ids: Tensor | None = None, seeds: Tensor | None = None
     ) -> Tensor | tuple:
         """Logits `(B, T, V)` in at least fp32, or with targets their `Loss`.
 

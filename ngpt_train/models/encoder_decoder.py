@@ -60,11 +60,7 @@ class EncoderDecoder(Decoder):
         return self.run_blocks(self.layers, h, rope, mask, memory, memory_mask)
 
     def forward(
-        self,
-        tokens: Tensor,
-        targets: Tensor | None = None,
-        doc_ids: Tensor | None = None,
-        seeds: Tensor | None = None,
+        self, tokens: Tensor, targets: Tensor | None = None, doc_ids: Tensor | None = None, seeds: Tensor | None = None
     ) -> Tensor | tuple:
         """Logits `(B, T, V)` at the decoder's positions, in at least fp32, or with targets their `Loss`.
 

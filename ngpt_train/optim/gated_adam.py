@@ -33,8 +33,7 @@ class GatedAdam(torch.optim.Adam):
     groups: torch's parameter groups. power, gate_eps: a and eps_gate, both above 0. options: for torch.optim.Adam.
 
     State and groups have the keys of torch's Adam, so a checkpoint of either loads into the other. There is no
-    collective: under FSDP2 a rank moves its own rows. As with torch's fused optimizers, gradients are divided by the
-    attribute `grad_scale`, and if the attribute `found_inf` is 1 nothing changes.
+    collective: under FSDP2 a rank moves its own rows. `grad_scale` and `found_inf` are as in torch's fused optimizers.
     """
 
     def __init__(self, groups: list[dict[str, Any]], power: float, gate_eps: float, **options: Any) -> None:

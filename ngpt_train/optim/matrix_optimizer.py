@@ -1,7 +1,11 @@
-"""Matrix optimizers of the blocks' matrices, with torch's fused Adam for all other parameters, in one object."""
+"""Matrix optimizers of the blocks' matrices, with torch's fused Adam for all other parameters, in one object.
+
+Several ranks share out the work on whole matrices: each has some of them whole, and the results return.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -10,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ngpt_train.models.layers.linear import OutputLinear
 from ngpt_train.models.weights import named_weights
@@ -22,12 +26,13 @@ from ngpt_train.optim.matrix_steps import (
     orthogonalised,
 )
 from ngpt_train.optim.row_adam import first_row, local_rows
-from ngpt_train.optim.shared_work import SharedOut
 
 if TYPE_CHECKING:
     from ngpt_train.config.sections.optim import OptimConfig
     from ngpt_train.models.decoder import Decoder
 
+# Gloo has no all-to-all; torch warns on every rank that it gathers all instead.
+logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
 
 # Values of the matrices that are orthogonalised at once on all ranks, by kind of device; otherwise one matrix a rank,
 # which stays in a CPU's cache. On a GPU a launch costs more than memory: four copies of the values in fp32, 1 GB.
@@ -67,7 +72,7 @@ class MatrixOptimizer(torch.optim.Adam):
     State has Adam's keys, and for Muon `step`, `momentum_buffer` and NorMuon's `mean_square`, whole on every rank:
     `(rows, 1)`, or `(1, d_model)` of a transposed matrix.
 
-    `grad_scale` and `found_inf` are as in torch's fused optimizers: if found_inf is 1, no bit changes.
+    `grad_scale` and `found_inf` are as in torch's fused optimizers.
     """
 
     def __init__(
@@ -211,3 +216,44 @@ def over_shards(x: Tensor, weight: Tensor) -> Tensor:
         return x
     mesh = weight.device_mesh
     return DTensor.from_local(x, mesh, [*[Replicate()] * (mesh.ndim - 1), Partial()]).full_tensor()
+
+
+class SharedOut:
+    """n matrices of one shape, `(rows, d)`, shared out in order: each rank has as many as the first, or what is left.
+
+    like: one of the matrices. If FSDP2 has sharded it, each rank has its rows of all n, and all ranks of its mesh take
+    part, HSDP's replicas too. Otherwise each rank of `mesh` has all n whole; without a mesh there is one rank.
+
+    The methods are collective if there are several ranks.
+    """
+
+    def __init__(self, n: int, like: Tensor, mesh: DeviceMesh | None) -> None:
+        self.n, self.shape = n, like.shape
+        self.mesh = like.device_mesh if isinstance(like, DTensor) else mesh
+        placements = like.placements if isinstance(like, DTensor) else (Replicate(),)
+        self._by_rows = [Shard(1) if placement.is_shard() else Replicate() for placement in placements]
+        self._by_matrix = [Shard(0) for _ in placements]
+        self._everywhere = [Replicate() for _ in placements]
+
+    def to_owners(self, rows: Tensor) -> Tensor:
+        """This rank's rows of all matrices, `(n, its rows, d)` -> its matrices, `(its number, rows, d)`."""
+        return self._moved(rows, self.shape, self._by_rows, self._by_matrix)
+
+    def to_rows(self, matrices: Tensor) -> Tensor:
+        """The way back."""
+        return self._moved(matrices, self.shape, self._by_matrix, self._by_rows)
+
+    def own(self, of_all: Tensor) -> Tensor:
+        """What belongs to this rank's matrices, of a tensor that every rank has for all n, `(n, ...)`."""
+        return self._moved(of_all, of_all.shape[1:], self._everywhere, self._by_matrix)
+
+    def of_all(self, own: Tensor) -> Tensor:
+        """The way back, on every rank."""
+        return self._moved(own, own.shape[1:], self._by_matrix, self._everywhere)
+
+    def _moved(self, x: Tensor, shape: Sequence[int], old: Sequence[Placement], new: Sequence[Placement]) -> Tensor:
+        if self.mesh is None:
+            return x
+        whole = torch.empty(self.n, *shape, device="meta")
+        placed = DTensor.from_local(x, self.mesh, old, shape=whole.shape, stride=whole.stride())
+        return placed.redistribute(placements=new).to_local()

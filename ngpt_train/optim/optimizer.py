@@ -14,7 +14,6 @@ from ngpt_train.kernels.adam import unsupported
 from ngpt_train.models.decoder import Decoder, ParameterGroup
 from ngpt_train.models.layers.linear import cast_linears
 from ngpt_train.optim.gated_adam import GatedAdam
-from ngpt_train.optim.lr_rules import factor_of_rule
 from ngpt_train.optim.matrix_optimizer import MatrixOptimizer, block_matrices
 from ngpt_train.optim.row_adam import RowAdam, local_rows
 
@@ -52,34 +51,21 @@ def build_optimizer(
         dtype = model.embedding.dtype if model.compute_dtype is None else torch.bfloat16
         return MatrixOptimizer(arguments, block_matrices(model), config, dtype, mesh)
     beta1, beta2 = config.betas
+    # lr is 0 until the training step sets it from the schedule, so that forgetting it shows at once.
+    options: dict[str, Any] = {"lr": 0.0, "betas": (beta1, beta2), "eps": config.eps}
+    decoupled = {"decoupled_weight_decay": config.name == "adamw"}
     matrices = [parameter for parameter in parameters.values() if parameter.ndim == 2]
     reason = next((found for matrix in matrices if (found := unsupported(matrix))), None)
     if config.gate_power is not None:
         reason = f"optim.gate_power={config.gate_power}"
-    # lr is 0 until the training step sets it from the schedule, so that forgetting it shows at once.
     if dispatch.runs_on_triton("adam", *matrices, unsupported=reason):
         casts = model.compute_dtype == torch.bfloat16
-        return RowAdam(
-            arguments,
-            constraints=[group.constraint for group in groups],
-            with_bf16_copy=[x for x in cast_linears(model) if casts and not isinstance(x.matrix, DTensor)],
-            lr=0.0,
-            betas=(beta1, beta2),
-            eps=config.eps,
-            decoupled_weight_decay=config.name == "adamw",
-        )
+        copied = [x for x in cast_linears(model) if casts and not isinstance(x.matrix, DTensor)]
+        return RowAdam(arguments, [group.constraint for group in groups], copied, **options, **decoupled)
     if config.gate_power is not None:
-        return GatedAdam(
-            arguments,
-            config.gate_power,
-            config.gate_eps,
-            lr=0.0,
-            betas=(beta1, beta2),
-            eps=config.eps,
-            decoupled_weight_decay=config.name == "adamw",
-        )
+        return GatedAdam(arguments, config.gate_power, config.gate_eps, **options, **decoupled)
     optimizer = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
-    return optimizer(arguments, lr=0.0, betas=(beta1, beta2), eps=config.eps, fused=True)
+    return optimizer(arguments, fused=True, **options)
 
 
 def lr_factors(groups: Sequence[ParameterGroup], config: Config) -> list[float]:
@@ -93,6 +79,27 @@ def lr_factors(groups: Sequence[ParameterGroup], config: Config) -> list[float]:
         of_model = 1.0 if factors is None else getattr(factors, kind)
         found.append(of_rule * (of_model if rate is None else rate / float(config.optim.lr)))
     return found
+
+
+def factor_of_rule(config: Config) -> float:
+    """The rate of all parameters / optim.lr, by optim.lr_rule; `config` is resolved. A size that optim.reference lacks
+    counts as the run's."""
+    if config.optim.lr_rule == "none":
+        return 1.0
+    reference, depth = config.optim.reference, config.model.n_layers
+    batch = config.train.rows_per_step * config.model.context
+    tokens = batch * config.train.steps
+    of_batch, of_depth = batch / (reference.batch_tokens or batch), depth / (reference.n_layers or depth)
+    return hyperp(of_batch, of_depth, tokens / (reference.tokens or tokens))
+
+
+def hyperp(batch: float, depth: float, horizon: float) -> float:
+    """HyperP's factor of the rate (arXiv 2603.28743), which its authors use with MuonH: sqrt(B) L^(-1/2) T^(-0.32).
+
+    batch, depth and horizon: B tokens a step, L layers and T tokens in all, each relative to the reference's. Width has
+    no part in it. The authors measured the exponent 0.558 for B.
+    """
+    return batch**0.5 * depth**-0.5 * horizon**-0.32
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -75,7 +76,7 @@ class Feed(Iterator["tuple[list[list[Tensor]], Position]"]):
         if step.copied is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(step.copied)
-            for part in step.parts():
+            for part in chain.from_iterable(step.micro_batches):
                 # The part was allocated on the stream of the copies. That stream must not use its memory for the next
                 # batch before the model is done with this one.
                 part.record_stream(stream)
@@ -107,9 +108,6 @@ class _Step(NamedTuple):
     micro_batches: list[list[Tensor]]
     position: Position
     copied: torch.cuda.Event | None  # reached when the batches are on the device
-
-    def parts(self) -> Iterator[Tensor]:
-        return (part for batch in self.micro_batches for part in batch)
 
 
 def _on_device(micro_batches: list[list[Tensor]], device: torch.device) -> list[list[Tensor]]:

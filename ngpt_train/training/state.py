@@ -135,7 +135,7 @@ def check_kernels(config: Config, world: World, stored: Mapping[str, Any] | None
     start in run.json; empty without a GPU. Raises ConfigError where a kernel must not run but the config names it.
     """
     contact = first_contact(config, world, resolve_micro_rows(config, world.size), stored)
-    return {} if contact is None else {"kernels": contact.json()}
+    return {} if contact is None else {"kernels": vars(contact)}
 
 
 def build_state(config: Config, world: World | None = None) -> TrainState:

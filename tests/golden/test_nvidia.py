@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngpt_train.models import build_model, load_weights
-from tests.properties.architectures import ARCHITECTURES, Size, config, export_gradients, shapes
+from ngpt_train.models import build_model, export_gradients, load_weights
+from tests.properties.architectures import ARCHITECTURES, Size, config, shapes
 
 SIZE = Size(d_model=24, n_layers=3, n_heads=3, vocab_size=47, n_kv_heads=3, d_mlp=96)
 

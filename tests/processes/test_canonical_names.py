@@ -19,7 +19,7 @@ from tests.processes.launch import on_ranks
 from tests.properties.architectures import SMALL
 from tests.properties.runs import run_config, text_like_rows
 from tests.reference.training import Recipe
-from tests.stored import stored_tensors
+from tests.stored import save_state, stored_tensors
 
 ROWS, CONTEXT = 12, 16
 RECIPE = Recipe(12, 1e-2, 0.9, 0.95, 1e-8, weight_decay=0.0, clip_norm=0.5, warmup_steps=0)
@@ -72,7 +72,7 @@ def kept_and_loaded(name: str, parallel: str, directory: str) -> dict[str, Any]:
     state = built(name, parallel)
     for _ in range(3):
         step(state)
-    kept = Checkpoints(Path(directory), state.world, keep_last=1, keep_every=None).save(state, {}, lambda path: None)
+    kept = save_state(Checkpoints(Path(directory), state.world, keep_last=1, keep_every=None), state)
     report = {"whole": whole(state), "sharded": any(isinstance(p, DTensor) for p in state.model.parameters())}
     expected = {key: x.clone() for key, x in local(state)}
     loss = step(state)

@@ -23,6 +23,7 @@ from tests.processes.launch import on_ranks
 from tests.properties.architectures import SMALL
 from tests.properties.runs import run_config, text_like_rows
 from tests.reference.training import Recipe
+from tests.stored import save_state
 
 STEPS, WARMUP, ROWS, CONTEXT = 6, 3, 4, 16
 RECIPE = Recipe(12, 3e-3, 0.9, 0.95, 1e-6, weight_decay=0.0, clip_norm=1.0, warmup_steps=WARMUP)
@@ -110,7 +111,7 @@ def reported(directory: Path, config: Config) -> dict[str, Any]:
     state = build_state(config)
     report = {"steps": one_run(state, range(STEPS)), "validation": validate(state)}
     report["after validation"] = statistics(state)
-    kept = Checkpoints(directory, state.world, keep_last=1, keep_every=None).save(state, {}, lambda path: None)
+    kept = save_state(Checkpoints(directory, state.world, keep_last=1, keep_every=None), state)
     again = build_state(config)
     load_state(kept, again)
     report |= {"checkpoint": str(kept), "restored": statistics(again)}

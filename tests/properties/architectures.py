@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.models import Decoder, build_model, export_weights, load_weights
+from ngpt_train.models import Decoder, build_model, load_weights
 from ngpt_train.models.angpt.keys import AnGPTConfig
 from ngpt_train.models.composed.keys import ComposedConfig
 from ngpt_train.models.composed_encoder_decoder.keys import ComposedEncoderDecoderConfig
@@ -27,7 +27,7 @@ from ngpt_train.models.ngpt.keys import (
 from ngpt_train.models.normformer.keys import NormFormerConfig
 from ngpt_train.models.ntransformer.keys import NTransformerConfig
 from ngpt_train.models.powernorm.keys import PowerNormConfig
-from tests.reference import angpt, composed, gpt, ngpt, normformer, ntransformer, powernorm
+from tests.reference import angpt, composed, gpt, ngpt, ntransformer, powernorm
 
 Shapes = dict[str, tuple[int, ...]]
 Scales = dict[str, tuple[str, float | str, float | str]]  # words such as 1/L: of tests without a reference
@@ -75,12 +75,15 @@ def gpt_shape(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def gpt_encoder_decoder_with(**options: Any) -> Architecture:
-    used = ("rope_layout", "rope_base", "norm_eps", "activation", "logit_soft_cap")
-    told = {name: options[name] for name in used if name in options}
-    table = partial(ntransformer.baseline_shapes, **gpt_shape(options))
-    forward = partial(ntransformer.baseline_forward, **told)
+    """Its reference is the composed one, whose defaults are GPT's but for the eps of norms."""
+    told = {"norm_eps": 1e-6} | {name: value for name, value in options.items() if name in composed.DEFAULTS}
+
+    def forward(*arguments: Any, **more: Any) -> Tensor:
+        return gpt.capped(composed.forward(*arguments, **more, **told), options.get("logit_soft_cap"))
+
+    tables = partial(composed.shapes, **told), gpt.random_weights
     formula = ntransformer.baseline_n_params
-    return Architecture(GPTEncoderDecoderConfig, table, gpt.random_weights, forward, formula, options)
+    return Architecture(GPTEncoderDecoderConfig, *tables, forward, formula, options)
 
 
 def spherical(
@@ -120,13 +123,26 @@ def angpt_with(**options: Any) -> Architecture:
 
 
 def normformer_with(**options: Any) -> Architecture:
-    told = {name: value for name, value in options.items() if name not in ("tied_embeddings", "activation")}
-    used = {name: options[name] for name in ("head_scale", "positions", "activation") if name in options}
-    table = partial(normformer.shapes, tied=options.get("tied_embeddings", True), context=CONTEXT, **told)
-    forward = partial(normformer.forward, **used)
-    functions = (table, normformer.random_weights, forward, normformer.n_params)
+    """Its reference is the composed one."""
+    words = as_composed(options)
+    functions = (composed.random_weights, partial(composed.forward, **words), composed.normformer_n_params)
+    table = partial(composed.shapes, context=CONTEXT, **words)
     # It is multiplied by sqrt(d_model) where it is read.
-    return Architecture(NormFormerConfig, *functions, options, lambda d_model: 0.5 * d_model**-0.5)
+    return Architecture(NormFormerConfig, table, *functions, options, lambda d_model: 0.5 * d_model**-0.5)
+
+
+def as_composed(options: dict[str, Any]) -> dict[str, Any]:
+    """NormFormer with these options, in the words of the composed decoder."""
+    renamed: dict[str, tuple[str, dict[Any, str]]] = {
+        "post_attn_norm": ("attn_norm_placement", {True: "peri", False: "pre"}),
+        "ffn_norm": ("ffn_norm", {True: "norm", False: "none"}),
+        "res_scale": ("res_scale", {True: "mlp", False: "none"}),
+    }
+    words = dict(NORMFORMER)
+    for name, value in options.items():
+        word, meaning = renamed.get(name, (name, {}))
+        words[word] = meaning.get(value, value)
+    return words
 
 
 def powernorm_with(**options: Any) -> Architecture:
@@ -154,7 +170,7 @@ def composed_encoder_decoder_with(**options: Any) -> Architecture:
 
 
 CONTEXT = 96
-NORMFORMER = {  # in the words of the composed decoder
+NORMFORMER: dict[str, Any] = {  # in the words of the composed decoder
     "norm": "layer",
     "attn_norm_placement": "peri",
     "ffn_norm": "norm",
@@ -358,14 +374,6 @@ def jittered(
     model = build_model(config(architecture, size)).to(dtype)
     load_weights(model, {name: x.to(dtype) for name, x in weights.items()})
     return model, weights
-
-
-def export_gradients(model: Decoder) -> dict[str, Tensor]:
-    """The gradients under their canonical names: put in the parameters' place and exported. Ruins the model."""
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        parameter.data = parameter.grad
-    return export_weights(model)
 
 
 def source_length(architecture: Architecture, size: Size) -> int:

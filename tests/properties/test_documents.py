@@ -10,7 +10,7 @@ from ngpt_train.distributed.recomputation import recomputed
 from ngpt_train.kernels.attention import find_varlen, torch_varlen
 from ngpt_train.models import Decoder
 from ngpt_train.models.layers import documents
-from ngpt_train.models.layers.documents import check_room, packed, positions_in_documents
+from ngpt_train.models.layers.documents import check_documents, packed, positions_in_documents
 from tests.properties.architectures import ARCHITECTURES, SMALL, VARIANTS, Size, jittered
 from tests.reference.flash_attn import GPU, install
 from tests.reference.varlen import run_torchs_kernel_on_cpus, varlen
@@ -126,8 +126,10 @@ def test_positions_and_boundaries() -> None:
         assert mask.boundaries.tolist() == starts + [B * T] * (B * T + 1 - len(starts))
 
 
-def test_room_for_documents() -> None:
+def test_room_for_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows of a batch share it. Caught: documents dropped without a word, room for each token of long rows."""
+    monkeypatch.setattr(documents, "varlen_kernel", lambda *_: varlen)
+    about = torch.device("cpu"), 8, torch.bfloat16
     doc_ids = torch.arange(256).expand(2, -1) // 4
     boundaries = packed(doc_ids, varlen).boundaries
     assert boundaries.tolist() == list(range(0, 513, 4))
@@ -136,8 +138,8 @@ def test_room_for_documents() -> None:
     with pytest.raises(RuntimeError, match="more than 128 documents in a batch of 2 rows of 256 tokens"):
         packed(one_more, varlen)
     with pytest.raises(ValueError, match="holds 129 documents, and the GPU's kernels have room for 128"):
-        check_room(one_more)
-    check_room(doc_ids)
+        check_documents(one_more, *about)
+    check_documents(doc_ids, *about)
     one_more[1] = 0
     assert packed(one_more, varlen).boundaries.tolist() == [*range(0, 253, 4), 255, 256] + [512] * 63
     assert len(packed(torch.zeros(3, 8192, dtype=torch.long), varlen).boundaries) == 3 * 256 + 1

@@ -10,7 +10,7 @@ from torch import Tensor
 from ngpt_train.kernels.dropout import row_seeds
 from ngpt_train.kernels.norm import normalize
 from ngpt_train.kernels.rotary import rotate
-from ngpt_train.models import build_model, export_weights, load_weights
+from ngpt_train.models import build_model, export_gradients, export_weights, load_weights
 from ngpt_train.models.layers.dropout import seeded
 from ngpt_train.models.layers.norms import project_rows_
 from ngpt_train.models.layers.rope import rope_table
@@ -24,7 +24,6 @@ from tests.properties.architectures import (
     Scales,
     Size,
     config,
-    export_gradients,
     jittered,
     ngpt_with,
     ntransformer_with,

@@ -4,6 +4,8 @@ Caught: no projection after the step, no clipping or always to 1, warmup t / W, 
 one step off, other betas or eps, decay left out, a loss divided per micro batch; nuGPT's rates at the wrong matrices.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -28,18 +30,17 @@ RECIPES = {
 PROJECTIONS = {"angpt": angpt.project, "ngpt": ngpt.project}
 
 
-def relative(actual: Tensor, expected: Tensor) -> float:
-    return ((actual.double() - expected).norm() / expected.norm()).item()
+def assert_near(final: dict[str, Tensor], weights: dict[str, Tensor], most: float) -> None:
+    """Each tensor relative to its norm."""
+    errors = {key: ((final[key].double() - x).norm() / x.norm()).item() for key, x in weights.items()}
+    assert max(errors.values()) < most, errors
 
 
 def reference_run(
     name: str, weights: dict[str, Tensor], batches: list[list[Batch]], *, projected: bool
 ) -> list[tuple[float, float]]:
     """Train fp64 `weights` in place; loss and gradient norm of each step."""
-
-    def forward(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
-        return ARCHITECTURES[name].forward(weights, tokens, n_heads=SIZE.n_heads)
-
+    forward = partial(ARCHITECTURES[name].forward, n_heads=SIZE.n_heads)
     return train(forward, PROJECTIONS[name] if projected else lambda _: None, weights, batches, RECIPES[name])
 
 
@@ -72,8 +73,7 @@ def test_thirty_steps(name: str, accumulation: int, dtype: torch.dtype) -> None:
         assert int(result.n_tokens) == sum(int((targets != -100).sum()) for _, targets in batches[step])
         assert not result.skipped
     final = export_weights(state.model)
-    errors = {key: relative(final[key], x) for key, x in weights.items()}
-    assert max(errors.values()) < of_weights, errors
+    assert_near(final, weights, of_weights)
 
     losses, norms = [loss for loss, _ in expected], [norm for _, norm in expected]
     assert losses[-1] < 0.95 * losses[0]
@@ -108,18 +108,14 @@ def test_thirty_steps_of_nugpt() -> None:
     rows = [text_like_rows(ROWS, T, SIZE.vocab_size, seed=step) for step in range(STEPS)]
     results = [train_step(state, [batch]) for batch in rows]
 
-    def forward(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
-        return by_hand.forward(weights, tokens, n_heads=SIZE.n_heads)
-
+    forward = partial(by_hand.forward, n_heads=SIZE.n_heads)
     rates = nugpt_rates(list(weights), m=4.0, horizon=1 / 5)
     assert len(set(rates.values())) == 4
     expected = train(forward, ngpt.project, weights, [[batch] for batch in rows], recipe, rates)
     assert [result.loss.item() for result in results] == pytest.approx([loss for loss, _ in expected], rel=1e-6)
     base_rates = [learning_rate(recipe, step) for step in range(STEPS)]
     assert [result.lr for result in results] == pytest.approx(base_rates)  # whatever the kinds of parameters have
-    final = export_weights(state.model)
-    errors = {key: relative(final[key], x) for key, x in weights.items()}
-    assert max(errors.values()) < 1e-6, errors
+    assert_near(export_weights(state.model), weights, 1e-6)
     assert expected[-1][0] < 0.95 * expected[0][0]
 
 
@@ -156,17 +152,13 @@ def test_twenty_four_steps_of_matrix_optimizers(name: str, steps: MatrixSteps) -
     rows = [text_like_rows(ROWS, T, size.vocab_size, seed=step) for step in range(n_steps)]
     results = [train_step(state, [batch]) for batch in rows]
 
-    def forward(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
-        return ARCHITECTURES[name].forward(weights, tokens, n_heads=size.n_heads)
-
+    forward = partial(ARCHITECTURES[name].forward, n_heads=size.n_heads)
     rates = {key: 0.5 if key == "embedding" else 0.2 for key, x in weights.items() if key == "embedding" or x.ndim < 2}
     projected = ngpt.project if name == "ngpt" else lambda _: None
     expected = train(forward, projected, weights, [[batch] for batch in rows], recipe, rates, steps.move)
     # Newton-Schulz multiplies what is left of a vanishing singular value by up to 485.
     assert [result.loss.item() for result in results] == pytest.approx([loss for loss, _ in expected], rel=1e-6)
-    final = export_weights(state.model)
-    errors = {key: relative(final[key], x) for key, x in weights.items()}
-    assert max(errors.values()) < 1e-5, errors
+    assert_near(export_weights(state.model), weights, 1e-5)
     assert expected[-1][0] < 0.95 * expected[0][0]
 
 
@@ -195,15 +187,11 @@ def test_fifty_steps_of_training_ngpt() -> None:
     batches = [text_like_rows(ROWS, T, SIZE.vocab_size, seed=step) for step in range(steps)]
     results = [train_step(state, [batch]) for batch in batches]
 
-    def forward(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
-        return by_hand.forward(weights, tokens, n_heads=SIZE.n_heads)
-
+    forward = partial(by_hand.forward, n_heads=SIZE.n_heads)
     rates = [training_ngpt.log_rate(recipe.lr, t, 5, steps, parts.rho) for t in range(steps)]
     losses, n_capped, n_rows = training_ngpt.train(forward, weights, batches, parts, rates, factor=4.0)
     assert 0.05 < n_capped / n_rows < 0.95
     assert [result.lr for result in results] == pytest.approx(rates)
     assert [result.loss.item() for result in results] == pytest.approx(losses, rel=1e-8)
-    final = export_weights(state.model)
-    errors = {key: relative(final[key], x) for key, x in weights.items()}
-    assert max(errors.values()) < 1e-6, errors
+    assert_near(export_weights(state.model), weights, 1e-6)
     assert losses[-1] < 0.95 * losses[0]

@@ -40,16 +40,22 @@ def split_heads(x: Tensor, d_k: int) -> Tensor:
     return x.unflatten(-1, (-1, d_k)).transpose(1, 2)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, doc_ids: Tensor | None) -> Tensor:
-    """q, k, v: (B, H, T, d_k) -> (B, T, H * d_k). A token sees itself and what precedes it in its document."""
-    t = q.shape[-2]
-    visible = torch.ones(t, t, dtype=torch.bool).tril()
-    if doc_ids is not None:
-        visible = visible & (doc_ids[:, None, :, None] == doc_ids[:, None, None, :])
-    scores = (q @ k.transpose(-2, -1) * scale).masked_fill(~visible, -math.inf)
+def causal(t: int, doc_ids: Tensor | None) -> Tensor:
+    """(1 or B, T, T): each of t tokens sees itself and what precedes it in its document."""
+    visible = torch.ones(1, t, t, dtype=torch.bool).tril()
+    return visible if doc_ids is None else visible & (doc_ids[:, :, None] == doc_ids[:, None, :])
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor) -> Tensor:
+    """q (B, H, T, d_k), k and v (B, H, S, d_k), visible (1 or B, T, S) -> (B, T, H * d_k)."""
+    scores = (q @ k.transpose(-2, -1) * scale).masked_fill(~visible[:, None], -math.inf)
     p = torch.exp(scores - scores.amax(-1, keepdim=True))
-    out = (p / p.sum(-1, keepdim=True)) @ v
-    return out.transpose(1, 2).flatten(2)
+    return ((p / p.sum(-1, keepdim=True)) @ v).transpose(1, 2).flatten(2)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, doc_ids: Tensor | None) -> Tensor:
+    """q, k, v: (B, H, T, d_k) -> (B, T, H * d_k), causal."""
+    return attend(q, k, v, scale, causal(q.shape[-2], doc_ids))
 
 
 def silu(x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """The composed decoder and encoder-decoder: one Transformer whose norms, their places and other parts are options.
 
-Options have the names of the keys of model.*; `DEFAULTS` has the values of those that are not given.
+With options it is NormFormer too (Shleifer et al. 2021: section 2, and the `+ 3 More LN` row of Table 4). Options have
+the names of the keys of model.*; `DEFAULTS` has the values of those that are not given.
 """
 
 import math
@@ -10,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.reference.attention import gelu, positions_in, rope, silu, split_heads
-from tests.reference.normformer import random_weights as _random_weights
-from tests.reference.normformer import sinusoids
-from tests.reference.ntransformer import attend, masks
+from tests.reference.attention import attend, causal, gelu, positions_in, rope, silu, split_heads
+from tests.reference.ntransformer import masks
 
 Shapes = dict[str, tuple[int, ...]]
 Norms = Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]]  # as of reference/powernorm.py, by place
@@ -133,8 +132,20 @@ def shapes(
 
 def random_weights(table: Shapes, seed: int) -> dict[str, Tensor]:
     """fp64 weights with every gain, scale and bias at least 0.3 away from its initial 1 or 0."""
-    weights = _random_weights(table, seed)
-    return {name: x - 1 if name.endswith(".b_v") else x for name, x in weights.items()}
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(name: str, shape: tuple[int, ...]) -> Tensor:
+        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+        kind = name.split(".")[-1]
+        if kind == "positions":
+            return 0.5 * noise
+        if len(shape) == 2:
+            return noise * shape[-1] ** -0.5
+        noise = noise + noise.sign()
+        is_bias = kind in ("bias", "bq", "bk", "bv", "bo", "b_u", "b_v", "b_down")
+        return 0.3 * noise if is_bias else 1 + 0.3 * noise
+
+    return {name: draw(name, shape) for name, shape in table.items()}
 
 
 def normalized(x: Tensor, gain: Any, bias: Any, alpha: Any, shift: Any, kind: str, eps: float) -> Tensor:
@@ -148,6 +159,12 @@ def normalized(x: Tensor, gain: Any, bias: Any, alpha: Any, shift: Any, kind: st
         x = x / x.abs().amax(-1, keepdim=True)
     centred = x - x.mean(-1, keepdim=True)
     return gain * centred / torch.sqrt((centred * centred).mean(-1, keepdim=True) + eps) + bias
+
+
+def sinusoids(t: int, d: int) -> Tensor:
+    """Section 3.5 of Vaswani et al. 2017: (t, d), sines at even and cosines at odd dimensions."""
+    angle = torch.arange(t, dtype=torch.float64)[:, None] / 10000 ** (torch.arange(0, d, 2, dtype=torch.float64) / d)
+    return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)
 
 
 def forward(
@@ -261,9 +278,7 @@ def forward(
         memory = stack("encoder", read, seen[0], None, None, None)
         written = embedded(tokens[:, source:], "embedding", None)
         return stack("layers", written, seen[1], None, memory, seen[2]) @ output.T
-    t = tokens.shape[1]
-    ids = torch.zeros_like(tokens) if doc_ids is None else doc_ids
-    visible = torch.ones(t, t, dtype=torch.bool).tril() & (ids[:, :, None] == ids[:, None, :])
+    visible = causal(tokens.shape[1], doc_ids)
     return stack("layers", embedded(tokens, "embedding", doc_ids), visible, doc_ids, None, None) @ output.T
 
 
@@ -279,3 +294,13 @@ def n_params(model: Any) -> int:
     sizes = {"n_kv_heads": model.n_kv_heads, "d_mlp": model.d_mlp, "context": model.context}
     table = shapes(model.d_model, model.n_layers, model.n_heads, model.vocab_size, **sizes, **encoder, **options)
     return sum(math.prod(shape) for shape in table.values())
+
+
+def normformer_n_params(model: Any) -> int:
+    """Of NormFormer's config with the paper's positions and biases."""
+    assert (model.positions, model.bias) == ("sinusoidal", True)
+    d, ffn = model.d_model, model.d_mlp
+    block = 4 * d * d + 4 * d + 2 * d * ffn + ffn + d + 2 * 2 * d  # matrices, biases and the two norms of Pre-LN
+    block += 2 * d * model.post_attn_norm + 2 * ffn * model.ffn_norm + model.n_heads * (model.head_scale != "none")
+    block += d * model.res_scale + 3 * 2 * d * model.qkv_norm
+    return (2 - model.tied_embeddings) * model.vocab_size * d + model.n_layers * block + 2 * d

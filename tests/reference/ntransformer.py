@@ -1,17 +1,16 @@
-"""The encoder-decoder models: the TnT paper's N-Transformer, corrected as in nGPT, and its pre-norm baseline.
+"""The TnT paper's N-Transformer, corrected as in nGPT. Its pre-norm baseline is one of reference/composed.py.
 
 The first `source` tokens of a row are the encoder's, the others the decoder's. Document ids below 0 are padding.
 Without `output` the decoder's embedding is the output's too; the encoder's is always its own.
 """
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.reference import gpt, ngpt
-from tests.reference.attention import rope, split_heads
+from tests.reference import ngpt
+from tests.reference.attention import attend, rope, split_heads
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -54,31 +53,6 @@ def initial_vector(name: str, d: int) -> float:
     return complete(None, d)[name.split(".")[-1]][2]
 
 
-def baseline_shapes(
-    d: int,
-    n_layers: int,
-    n_heads: int,
-    vocab: int,
-    *,
-    n_encoder_layers: int,
-    n_kv_heads: int,
-    d_mlp: int,
-    qk_norm: bool = False,
-    tied: bool = False,
-    mlp: str = "gated",
-) -> Shapes:
-    def stack(layers: int) -> Shapes:
-        options: Any = {"qk_norm": qk_norm, "tied": tied, "mlp": mlp}
-        return gpt.shapes(d, layers, n_heads, vocab, n_kv_heads=n_kv_heads, d_mlp=d_mlp, **options)
-
-    table = stack(n_layers) | _encoder(stack(n_encoder_layers)) | {"source_embedding": (vocab, d), "norm_encoder": (d,)}
-    for i in range(n_layers):
-        copied = ("wq", "wk", "wv", "wo", *(("q_norm", "k_norm") if qk_norm else ()))
-        table |= {f"layers.{i}.cross.{name}": table[f"layers.{i}.{name}"] for name in copied}
-        table[f"layers.{i}.norm_cross"] = (d,)
-    return table
-
-
 def _encoder(decoder: Shapes) -> Shapes:
     """The blocks of a decoder under the encoder's names."""
     return {name.replace("layers.", "encoder."): s for name, s in decoder.items() if name.startswith("layers.")}
@@ -95,13 +69,6 @@ def random_weights(
 def unit_rows(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same weights with every row of every matrix at unit norm."""
     return {name: ngpt.normalize(x) if x.ndim == 2 else x for name, x in weights.items()}
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor) -> Tensor:
-    """q (B, H, T, d_k), k and v (B, H, S, d_k), visible (B, T, S) -> (B, T, H * d_k)."""
-    scores = (q @ k.transpose(-2, -1) * scale).masked_fill(~visible[:, None], -math.inf)
-    p = torch.exp(scores - scores.amax(-1, keepdim=True))
-    return ((p / p.sum(-1, keepdim=True)) @ v).transpose(1, 2).flatten(2)
 
 
 def masks(doc_ids: Tensor, source: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,57 +158,6 @@ def forward(
         h = step(w, h, attention(_block(w, "cross."), h, memory, across, positions=False), "alpha_cross")
         h = step(w, h, mlp(w, h), "alpha_mlp")
     return h @ weights.get("output", weights["embedding"]).T * effective(weights, "s_z")
-
-
-def baseline_forward(
-    weights: dict[str, Tensor],
-    tokens: Tensor,
-    *,
-    source: int,
-    n_heads: int,
-    rope_base: float = 10000.0,
-    rope_layout: str = "half",
-    norm_eps: float = 1e-6,
-    activation: str = "silu",
-    logit_soft_cap: float | None = None,
-    doc_ids: Tensor | None = None,
-) -> Tensor:
-    """tokens (B, S + T) -> logits (B, T, V): eqs. 1, 2, 9 and Table 1, with the MLP and RMSNorms of `gpt`."""
-    d_k = weights["embedding"].shape[1] // n_heads
-
-    def rms_norm(x: Tensor, gain: Tensor) -> Tensor:
-        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + norm_eps) * gain
-
-    def attention(w: dict[str, Tensor], x: Tensor, memory: Tensor, visible: Tensor, *, positions: bool) -> Tensor:
-        q, k, v = (split_heads(y @ w[name].T, d_k) for y, name in ((x, "wq"), (memory, "wk"), (memory, "wv")))
-        if "q_norm" in w:
-            q, k = rms_norm(q, w["q_norm"]), rms_norm(k, w["k_norm"])
-        if positions:
-            q, k = rope(q, rope_base, rope_layout), rope(k, rope_base, rope_layout)
-        k, v = (y.repeat_interleave(n_heads // k.shape[1], dim=1) for y in (k, v))
-        return attend(q, k, v, d_k**-0.5, visible) @ w["wo"]
-
-    def mlp(w: dict[str, Tensor], x: Tensor) -> Tensor:
-        return gpt.hidden(w, x, activation) @ w["w_down"]
-
-    in_encoder, in_decoder, across = masks(torch.zeros_like(tokens) if doc_ids is None else doc_ids, source)
-    h = weights["source_embedding"][tokens[:, :source]]
-    for i in range(_count(weights, "encoder")):
-        w = _block(weights, f"encoder.{i}.")
-        x = rms_norm(h, w["norm_attn"])
-        h = h + attention(w, x, x, in_encoder, positions=True)
-        h = h + mlp(w, rms_norm(h, w["norm_mlp"]))
-    memory = rms_norm(h, weights["norm_encoder"])
-    h = weights["embedding"][tokens[:, source:]]
-    for i in range(_count(weights, "layers")):
-        w = _block(weights, f"layers.{i}.")
-        x = rms_norm(h, w["norm_attn"])
-        h = h + attention(w, x, x, in_decoder, positions=True)
-        h = h + attention(_block(w, "cross."), rms_norm(h, w["norm_cross"]), memory, across, positions=False)
-        h = h + mlp(w, rms_norm(h, w["norm_mlp"]))
-    return gpt.capped(
-        rms_norm(h, weights["norm_final"]) @ weights.get("output", weights["embedding"]).T, logit_soft_cap
-    )
 
 
 def _n_params(model: Any, matrices: int, vectors: int, of_cross: int, ends: int) -> int:

@@ -1,4 +1,4 @@
-"""PowerNorm, PN-V and BatchNorm (Shen et al. 2020), and the baseline's decoder with such a norm in RMSNorm's places.
+"""PowerNorm, PN-V and BatchNorm (Shen et al. 2020), as the `norms` of the decoder in reference/composed.py.
 
 A norm sees x as (N, C): N tokens, C channels. Its statistics are over the valid tokens; an invalid token is normalised
 like any other, but it counts in no statistic, and no gradient comes from it or goes to it.
@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from tests.reference import gpt
-from tests.reference.attention import attention, rope, silu, split_heads
-from tests.reference.normformer import layer_norm
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # of x, gain and bias
 
@@ -168,6 +166,11 @@ def group_scaling(x: Tensor, groups: int, eps: float = 1e-5) -> Tensor:
     return (g / torch.sqrt((g * g).mean(-1, keepdim=True) + eps)).flatten(-2)
 
 
+def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / torch.sqrt((centred * centred).mean(-1, keepdim=True) + eps) * gain + bias
+
+
 # The decoder. A place is where a norm stands: `layers.{i}.norm_attn`, `layers.{i}.norm_mlp` and `norm_final`. Its
 # function takes x (N, C), gain and bias.
 Place = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -222,35 +225,6 @@ def random_weights(table: dict[str, tuple[int, ...]], seed: int) -> dict[str, Te
     """fp64 weights with every gain and bias well away from its initial 1 or 0."""
     weights = gpt.random_weights(table, seed)
     return {name: x - 1 if name.endswith(".bias") else x for name, x in weights.items()}
-
-
-def forward(
-    weights: dict[str, Tensor],
-    tokens: Tensor,
-    norms: Mapping[str, Place],
-    *,
-    n_heads: int,
-    rope_base: float = 10000.0,
-    rope_layout: str = "half",
-    doc_ids: Tensor | None = None,
-) -> Tensor:
-    """tokens (B, T) -> logits (B, T, V). `norms`: each place's function."""
-
-    def norm(place: str, x: Tensor) -> Tensor:
-        return norms[place](x.flatten(0, 1), weights[place], weights[f"{place}.bias"]).view_as(x)
-
-    h = weights["embedding"][tokens]
-    d_k = h.shape[-1] // n_heads
-    for i in range(sum(name.endswith(".wq") for name in weights)):
-        w = {name.removeprefix(f"layers.{i}."): x for name, x in weights.items()}
-        x = norm(f"layers.{i}.norm_attn", h)
-        q, k, v = (split_heads(x @ w[name].T, d_k) for name in ("wq", "wk", "wv"))
-        q, k = (rope(x, rope_base, rope_layout, doc_ids) for x in (q, k))
-        k, v = (x.repeat_interleave(n_heads // k.shape[1], dim=1) for x in (k, v))
-        h = h + attention(q, k, v, d_k**-0.5, doc_ids) @ w["wo"]
-        x = norm(f"layers.{i}.norm_mlp", h)
-        h = h + (x @ w["w_u"].T * silu(x @ w["w_v"].T)) @ w["w_down"]
-    return norm("norm_final", h) @ weights.get("output", weights["embedding"]).T
 
 
 def n_params(model: Any) -> int:

@@ -8,7 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -27,14 +27,13 @@ class Call:
     shape: tuple[int, ...]  # of the first tensor
     dtype: str  # of the first tensor, such as "bfloat16"
     stride: tuple[int, ...] | None = None  # of the first tensor, None: contiguous
-    options: tuple[tuple[str, Any], ...] = field(default=())  # names and values, by name
+    options: tuple[tuple[str, Any], ...] = ()  # names and values, by name
 
     @classmethod
     def of(cls, kernel: str, first: Tensor, **options: Any) -> Self:
         """A call of `kernel`. first: its first tensor."""
         stride = None if first.is_contiguous() or 0 in first.stride() else tuple(first.stride())
-        dtype = str(first.dtype).removeprefix("torch.")
-        return cls(kernel, tuple(first.shape), dtype, stride, tuple(sorted(options.items())))
+        return cls(kernel, tuple(first.shape), name_of(first), stride, tuple(sorted(options.items())))
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -56,10 +55,6 @@ class Call:
     def __str__(self) -> str:
         options = ", ".join(f"{name}={value}" for name, value in self.options)
         return f"{self.kernel} {'x'.join(map(str, self.shape))} {self.dtype}{f' ({options})' if options else ''}"
-
-
-# For each operation: the call of its kernel with these arguments.
-Describe = Callable[..., Call]
 
 
 def of_sphere_step(h: HiddenState, x: Tensor, alpha: Tensor, **_: Any) -> Call:
@@ -91,7 +86,8 @@ def of_linear_cross_entropy(
     return Call.of("linear_cross_entropy", h, vocabulary=len(matrix), matrix=name_of(matrix), **options)
 
 
-DESCRIBE: dict[str, Describe] = {
+# For each operation: the call of its kernel with the operation's arguments.
+DESCRIBE: dict[str, Callable[..., Call]] = {
     "sphere_step": of_sphere_step,
     "swiglu": of_swiglu,
     "rotary": of_rotary,

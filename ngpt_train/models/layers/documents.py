@@ -79,16 +79,12 @@ def room_for_documents(B: int, T: int) -> int:
 
 
 def check_documents(doc_ids: Tensor, device: torch.device, d_head: int, dtype: torch.dtype) -> None:
-    """Raises ValueError if a varlen kernel runs on `device` and has no room for the documents of a batch.
+    """Raises ValueError if a varlen kernel runs on `device`, and a batch has more documents than `packed` has room for.
 
     Other kinds of attention take any number. doc_ids: on the CPU. d_head, dtype: of q, k and v.
     """
-    if varlen_kernel(device, d_head, dtype) is not None:
-        check_room(doc_ids)
-
-
-def check_room(doc_ids: Tensor) -> None:
-    """Raises ValueError if a batch has more documents than `packed` has room for. doc_ids: on the CPU."""
+    if varlen_kernel(device, d_head, dtype) is None:
+        return
     B, T = doc_ids.shape
     found, room = int(starts(doc_ids).sum()), room_for_documents(B, T)
     if found > room:

@@ -209,12 +209,7 @@ class PerToken(NormOverBatch):
         return F.layer_norm(X, self.gain.shape, self.gain, self.bias, self.eps).to(x.dtype), None
 
 
-NORMS: dict[str, type[NormOverBatch]] = {
-    "pn": PowerNorm,
-    "pn_v": PowerNormV,
-    "batch": BatchNorm,
-    "layer": PerToken,
-}
+NORMS: dict[str, type[NormOverBatch]] = {"pn": PowerNorm, "pn_v": PowerNormV, "batch": BatchNorm, "layer": PerToken}
 
 
 class PowerNormBlock(nn.Module):

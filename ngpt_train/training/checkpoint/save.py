@@ -91,38 +91,26 @@ class Checkpoints:
     # save.
     _shares: tuple[dict[Place, int], set[Place], int] | None = field(default=None, init=False)
 
-    def save(
-        self,
-        state: TrainState,
-        position: Mapping[str, Any],
-        add_files: Callable[[Path], None],
-        loss: float | None = None,
-    ) -> Path:
-        """Saves `state` and the position in the data; a collective call.
+    def snapshot(
+        self, state: TrainState, position: Mapping[str, Any], add_files: Callable[[Path], None], loss: float | None
+    ) -> Snapshot:
+        """The first part of a save: `state` and the position in the data. The pieces are views of the state, not
+        copies. A collective call.
 
         `add_files` writes more files into the directory of the checkpoint. loss: of the last step, the same on every
         rank; the manifest notes whether it had exploded. Raises, on every rank, NumericalError if the state holds NaN
-        or an infinity, and DataError if the checkpoint could not be written; earlier checkpoints are then untouched.
+        or an infinity, and DataError if a rank cannot collect its part.
         """
-        return self.write(self.snapshot(state, position, add_files, loss), self.world)
-
-    def snapshot(
-        self,
-        state: TrainState,
-        position: Mapping[str, Any],
-        add_files: Callable[[Path], None],
-        loss: float | None = None,
-    ) -> Snapshot:
-        """The first part of `save`, with its arguments and errors. The pieces are views of the state, not copies."""
         pieces, n_bytes = self._collect(state)
         progress = {**state.counters(), "world_size": self.world.size, "data": dict(position)}
         return Snapshot(state.step, pieces, n_bytes, progress, add_files, loss)
 
     def write(self, snapshot: Snapshot, world: World, complete: Callable[[Path], None] = lambda _: None) -> Path:
-        """The second part of `save`: writes, checks, renames, and deletes old checkpoints.
+        """The second part of a save: writes, checks, renames, and deletes old checkpoints.
 
         A collective call of `world`, all ranks in a group of their own. complete: called once the checkpoint has its
-        name, before others are deleted. Raises DataError on every rank, as `save`.
+        name, before others are deleted. Raises DataError on every rank if the checkpoint could not be written; earlier
+        checkpoints are then untouched.
         """
         final = self.directory / f"step_{snapshot.step:08d}"
         work = self.directory / f"{UNFINISHED}{final.name}"

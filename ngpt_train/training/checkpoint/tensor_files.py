@@ -83,9 +83,7 @@ def write_tensors(path: Path, pieces: Sequence[Piece], kind: str) -> dict[str, A
 def _header(pieces: Sequence[Piece]) -> memoryview:
     places = {piece.name: {OFFSETS: list(piece.offsets)} for piece in pieces}
     assert len(places) == len(pieces), "two pieces of a tensor"
-    header: dict[str, Any] = {
-        "__metadata__": {"DCP_VERSION": "1.0", PLACES: json.dumps(places), "format": "pt"},
-    }
+    header: dict[str, Any] = {"__metadata__": {"DCP_VERSION": "1.0", PLACES: json.dumps(places), "format": "pt"}}
     end = 0
     for piece in pieces:
         begin, end = end, end + piece.rows.nbytes

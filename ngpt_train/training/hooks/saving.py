@@ -145,8 +145,8 @@ class Saves:
     def save(
         self, state: TrainState, position: Mapping[str, Any], add_files: Callable[[Path], None], loss: float | None
     ) -> None:
-        """Begins a save; without staging, also ends it. Arguments and errors as for Checkpoints.save. Call `settle`
-        between two saves."""
+        """Begins a save; without staging, also ends it. Arguments and errors as for Checkpoints.snapshot and write.
+        Call `settle` between two saves."""
         assert self._thread is None
         snapshot = self._checkpoints.snapshot(state, position, add_files, loss)
         self._step = state.step

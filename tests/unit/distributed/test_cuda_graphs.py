@@ -24,6 +24,7 @@ from ngpt_train.training.state import TrainState
 from tests.properties.architectures import SMALL
 from tests.properties.runs import micro_batches, run_config
 from tests.reference.training import Recipe
+from tests.stored import save_state
 from tests.unit.training.test_waits import Waits
 
 ROWS, T, MICRO_BATCHES = 6, 16, 3
@@ -178,7 +179,7 @@ def test_a_checkpoint_goes_in_and_out(tmp_path: Path, pretended: Calls, steps: l
 
     whole = trained(with_graphs("gpt"), 0, 4)
     half = trained(with_graphs("gpt"), 0, 2)
-    saved = Checkpoints(tmp_path, half.world, 1, None).save(half, {}, lambda _: None)
+    saved = save_state(Checkpoints(tmp_path, half.world, 1, None), half)
     resumed = with_graphs("gpt")
     load_state(saved, resumed)
     weights = export_weights(trained(resumed, 2, 4).model)

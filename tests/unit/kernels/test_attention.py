@@ -18,7 +18,7 @@ from ngpt_train.core import log
 from ngpt_train.distributed.recomputation import recomputed
 from ngpt_train.kernels import attention as module
 from ngpt_train.kernels import flash
-from ngpt_train.kernels.attention import Blocks, Packed, attention, choose, chosen
+from ngpt_train.kernels.attention import Blocks, Packed, attention, choose
 from ngpt_train.models.layers.documents import document_mask
 from ngpt_train.models.ngpt.keys import NGPTConfig
 from ngpt_train.training import build_state
@@ -40,8 +40,9 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     found = module.find_varlen
     found.cache_clear()
     log._said.clear()
-    with chosen("auto", CPU, D, torch.float32):
-        yield
+    monkeypatch.setattr(module, "_choice", "auto")
+    monkeypatch.setattr(module, "_flash", None)
+    yield
     found.cache_clear()
 
 
@@ -194,13 +195,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         ("flash_attn", GPU, 64, torch.float32, "bf16 or fp16, and train.precision asks for float32"),
         ("flash_attn", GPU, 20, BF16, "heads of a multiple of 8 up to 256, and these are of 20"),
         ("flash_attn", GPU, 320, BF16, "up to 256, and these are of 320"),
-        (
-            "flash_attn",
-            GPU,
-            64,
-            BF16,
-            r"is version 2 \(2: flash_attn is there without its functions",
-        ),
+        ("flash_attn", GPU, 64, BF16, r"is version 2 \(2: flash_attn is there without its functions"),
     ]
     for *arguments, message in cases:
         with pytest.raises(ValueError, match=f"kernels.attention=flash_attn: .*{message}.*Use kernels.attention=auto"):
@@ -350,13 +345,3 @@ def test_flex_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
             y = compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask.mask, scale=SCALE)
         assert_equal(y.transpose(1, 2), softmax_attention(q, k, v, SCALE, visible_in(doc_ids)), inputs)
     module._compiled.cache_clear()
-
-
-def test_a_choice_for_a_while_is_undone() -> None:
-    """Caught: a choice that holds for good, or after an error inside."""
-    with chosen("sdpa", CPU, D, torch.float32):
-        assert module._choice == "sdpa"
-    assert (module._choice, module._flash) == ("auto", None)
-    with pytest.raises(ZeroDivisionError), chosen("sdpa", CPU, D, torch.float32):
-        raise ZeroDivisionError
-    assert (module._choice, module._flash) == ("auto", None)

@@ -22,6 +22,7 @@ from ngpt_train.training.state import TrainState
 from tests.properties.architectures import ARCHITECTURES, SMALL, VARIANTS, config, jittered
 from tests.properties.runs import held, run_config, text_like_rows
 from tests.reference.training import Recipe
+from tests.stored import save_state
 
 pytestmark = pytest.mark.skipif(not dispatch.interpreted(), reason="models are on the CPU, as the interpreter")
 ROWS, T = 4, 24
@@ -164,14 +165,13 @@ def test_a_bad_gradient_moves_nothing(run: str, before: int, bad: float) -> None
 
 
 @pytest.mark.parametrize(
-    ("run", "first", "then"),
-    [("ngpt", "torch", "triton"), ("gpt", "triton", "torch"), ("ngpt", "triton", "triton")],
+    ("run", "first", "then"), [("ngpt", "torch", "triton"), ("gpt", "triton", "torch"), ("ngpt", "triton", "triton")]
 )
 def test_resume(run: str, first: str, then: str, tmp_path: Path) -> None:
     """Caught: state under other names, a step count on the host, rows divided on loading."""
     saved = built(run, first)
     losses = train(saved, 2)
-    kept = Checkpoints(tmp_path, saved.world, keep_last=1, keep_every=None).save(saved, {}, lambda path: None)
+    kept = save_state(Checkpoints(tmp_path, saved.world, keep_last=1, keep_every=None), saved)
     resumed = built(run, then)
     load_state(kept, resumed)
     assert isinstance(resumed.optimizer, RowAdam) == (then == "triton")

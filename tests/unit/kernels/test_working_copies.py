@@ -28,7 +28,7 @@ from ngpt_train.training.state import TrainState
 from tests.properties.architectures import ARCHITECTURES, VARIANTS, Size, jittered
 from tests.properties.runs import held, rows_of, run_config, text_like_rows
 from tests.reference.training import Recipe
-from tests.stored import stored_tensors
+from tests.stored import save_state, stored_tensors
 
 pytestmark = pytest.mark.skipif(not dispatch.interpreted(), reason="models are on the CPU, as the interpreter")
 ROWS, T = 4, 16
@@ -293,7 +293,7 @@ def test_resume(tmp_path: Path) -> None:
     for state in states:
         train(state, 2)
         directory = tmp_path / str(len(stored))
-        kept = Checkpoints(directory, state.world, keep_last=1, keep_every=None).save(state, {}, lambda path: None)
+        kept = save_state(Checkpoints(directory, state.world, keep_last=1, keep_every=None), state)
         stored.append({(part, name): x for part, found in stored_tensors(kept).items() for name, x in found.items()})
     assert stored[0].keys() == stored[1].keys()
     assert all(torch.equal(x, stored[1][name]) for name, x in stored[0].items())

@@ -24,6 +24,7 @@ from tests.properties.architectures import (
     VARIANTS,
     Architecture,
     Size,
+    as_composed,
     composed_encoder_decoder_with,
     composed_with,
     config,
@@ -42,12 +43,7 @@ from tests.reference.attention import loss_sum
 from tests.reference.training import Recipe
 
 GPT = {"norm_eps": 1e-6}
-FLAGS = {  # NormFormer's, and the lines that say the same; each line at least once
-    "normformer none of them": {"attn_norm_placement": "pre", "ffn_norm": "none", "head_scale": "none"},
-    "normformer all, after": {"head_scale": "after", "res_scale": "mlp", "qkv_norm": True, "positions": "rotary"},
-    "normformer learned": {"positions": "learned", "activation": "relu2", "tied_embeddings": False},
-    "normformer no bias": {"bias": False, "res_scale": "mlp"},
-}
+FLAGS = [f"normformer {flags}" for flags in ("none of them", "all, after", "learned", "no bias")]  # each at least once
 EQUALS: dict[str, tuple[Architecture, dict[str, Any]]] = {
     "gpt": (ARCHITECTURES["gpt"], GPT),
     "gpt+qk_norm": (ARCHITECTURES["gpt+qk_norm"], GPT | {"qk_norm": True}),
@@ -55,7 +51,7 @@ EQUALS: dict[str, tuple[Architecture, dict[str, Any]]] = {
     "gpt_encoder_decoder": (ARCHITECTURES["gpt_encoder_decoder"], GPT),
     "gpt_encoder_decoder+qk_norm": (ARCHITECTURES["gpt_encoder_decoder+qk_norm"], GPT | {"qk_norm": True}),
     "normformer": (ARCHITECTURES["normformer"], NORMFORMER),
-    **{name: (VARIANTS[name], NORMFORMER | lines) for name, lines in FLAGS.items()},
+    **{name: (VARIANTS[name], as_composed(VARIANTS[name].options)) for name in FLAGS},
 }
 
 

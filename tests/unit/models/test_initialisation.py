@@ -120,8 +120,7 @@ def test_a_table_by_scale(recipes: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "table",
-    ["1", "{init.hiden: 1}", "{init.hidden: 0}", "{init.hidden: auto}", "{source: 1}", "{n_layers: 1}"],
+    "table", ["1", "{init.hiden: 1}", "{init.hidden: 0}", "{init.hidden: auto}", "{source: 1}", "{n_layers: 1}"]
 )
 def test_a_table_is_checked(table: str, tmp_path: Path) -> None:
     (tmp_path / "recipe").mkdir()

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ngpt_train.models import export_gradients
 from tests.properties.architectures import (
     ARCHITECTURES,
     SMALL,
@@ -18,7 +19,6 @@ from tests.properties.architectures import (
     Size,
     documents,
     error,
-    export_gradients,
     jittered,
     random_batch,
     source_length,

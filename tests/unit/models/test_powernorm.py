@@ -28,6 +28,7 @@ from tests.processes.runs import arguments, numbers, records, write_corpus
 from tests.processes.test_statistics import Rows as FiveRows
 from tests.properties.architectures import SMALL, Size, config, jittered, powernorm_with
 from tests.properties.runs import run_config, text_like_rows
+from tests.reference import composed
 from tests.reference import powernorm as reference
 from tests.reference.attention import loss_sum
 from tests.reference.training import Recipe
@@ -120,7 +121,7 @@ class ByReference:
             norms = reference.in_training(self.norms, valid=valid, warmup=warmup, loss_scale=scale, **self.common)
         else:
             norms = reference.in_evaluation(self.norms, **self.common)
-        return loss_sum(reference.forward(self.weights, tokens, norms, n_heads=4, doc_ids=doc_ids), targets)
+        return loss_sum(composed.forward(self.weights, tokens, norms=norms, n_heads=4, doc_ids=doc_ids), targets)
 
     def gradients(self) -> dict[str, Tensor]:
         return {name: x.grad for name, x in self.weights.items() if x.grad is not None}

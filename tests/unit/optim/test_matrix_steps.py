@@ -10,12 +10,7 @@ from torch import Tensor
 from ngpt_train.config import ConfigError, load_config
 from ngpt_train.models import build_model, export_gradients, export_weights
 from ngpt_train.optim.matrix_optimizer import AT_ONCE, MatrixOptimizer
-from ngpt_train.optim.matrix_steps import (
-    adam_direction,
-    ball_factors,
-    one_length_per_neuron,
-    orthogonalised,
-)
+from ngpt_train.optim.matrix_steps import adam_direction, ball_factors, one_length_per_neuron, orthogonalised
 from ngpt_train.optim.optimizer import build_optimizer, lr_factors
 from ngpt_train.training import TrainState, build_state, train_step
 from tests.properties.architectures import SMALL

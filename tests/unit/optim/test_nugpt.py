@@ -6,8 +6,7 @@ from ngpt_train.config import load_config
 from ngpt_train.config.schema import Config
 from ngpt_train.models import build_model
 from ngpt_train.models.ngpt.keys import EXPONENTS, nugpt_lr_factors
-from ngpt_train.optim.lr_rules import hyperp
-from ngpt_train.optim.optimizer import build_optimizer, lr_factors
+from ngpt_train.optim.optimizer import build_optimizer, hyperp, lr_factors
 from tests.reference.training import nugpt_rates
 
 

@@ -20,6 +20,7 @@ from ngpt_train.training.checkpoint.save import share
 from ngpt_train.training.checkpoint.tensor_files import Piece, StoredTensors, write_tensors
 from ngpt_train.training.hooks import saving
 from ngpt_train.training.hooks.saving import Staging, resolve_asynchronous
+from tests.stored import save_state
 
 FILE = "shard-00001-model-00001-of-00001.safetensors"
 TENSORS = {
@@ -100,7 +101,7 @@ def test_each_place_is_written_once() -> None:
 def test_either_checksum_tells_a_flipped_bit(tmp_path: Path, kind: str) -> None:
     """Caught: a checkpoint with the checksum of before that is not verified, or refused."""
     state = trained()
-    path = Checkpoints(tmp_path, state.world, 1, None, kind).save(state, {}, lambda _: None)
+    path = save_state(Checkpoints(tmp_path, state.world, 1, None, kind), state)
     entries = json.loads((path / "MANIFEST.json").read_text())["files"]
     assert {tuple(entry) for entry in entries.values()} == {("bytes", kind)}
     verify(path, state.world)
@@ -117,7 +118,7 @@ def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Caught: a save that fills the disk before it fails; one that is refused because of what a killed one has left."""
     state = trained()
     kept = Checkpoints(tmp_path, state.world, 1, None)
-    first = kept.save(state, {}, lambda _: None)
+    first = save_state(kept, state)
     (tmp_path / ".unfinished-step_00000009").mkdir()
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1_100_000))
@@ -127,10 +128,10 @@ def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(
         DataError, match=rf"takes {size / 1e6:.2f} MB, and 1.10 MB are free on its disk: {missing / 1e6:.2f} MB"
     ):
-        kept.save(state, {}, lambda _: None)
+        save_state(kept, state)
     assert [path.name for path in tmp_path.iterdir()] == [first.name]
     monkeypatch.undo()
-    assert kept.save(state, {}, lambda _: None).is_dir()
+    assert save_state(kept, state).is_dir()
 
 
 def test_what_is_read_back_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +140,7 @@ def test_what_is_read_back_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     state = trained()
     kept = Checkpoints(tmp_path, state.world, 1, None)
-    first = kept.save(state, {}, lambda _: None)
+    first = save_state(kept, state)
     write = save.write_tensors
 
     def written_wrongly(path: Path, *given: object) -> object:
@@ -150,7 +151,7 @@ def test_what_is_read_back_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(save, "write_tensors", written_wrongly)
     state.step += 1
     with pytest.raises(DataError, match="a file reads back differently: shard-00001"):
-        kept.save(state, {}, lambda _: None)
+        save_state(kept, state)
     assert [path.name for path in tmp_path.iterdir()] == [first.name]
 
 

@@ -21,6 +21,7 @@ from ngpt_train.training.state import TrainState
 from tests.properties.architectures import ARCHITECTURES, SMALL
 from tests.properties.runs import held, micro_batches, run_config, text_like_rows
 from tests.reference.training import Recipe
+from tests.stored import save_state
 from tests.unit.training.test_loop import loop_config, run
 from tests.unit.training.test_waits import TINY, Waits
 
@@ -153,7 +154,7 @@ def test_a_resume_knows_the_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     steps(state, "powernorm", 1)
     overflow.on = False
     steps(state, "powernorm", 3)
-    kept = Checkpoints(tmp_path, state.world, keep_last=1, keep_every=None).save(state, {}, lambda path: None)
+    kept = save_state(Checkpoints(tmp_path, state.world, keep_last=1, keep_every=None), state)
     again = build_state(given)
     load_state(kept, again)
     expected, actual = steps(state, "powernorm", 4), steps(again, "powernorm", 4)

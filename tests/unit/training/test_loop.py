@@ -25,6 +25,7 @@ from ngpt_train.training.state import Interval, TrainState
 from tests.properties.architectures import SMALL
 from tests.properties.runs import infinite_loss, run_config, text_like_rows
 from tests.reference.training import Recipe
+from tests.stored import save_state
 
 ROWS, T = 4, 16
 RECIPE = Recipe(20, 1e-2, 0.9, 0.95, 1e-8, weight_decay=0.1, clip_norm=1.0, warmup_steps=0)
@@ -157,7 +158,7 @@ def test_loss_mean_after_a_resume_is_that_of_a_run_that_went_on(results: list[St
     whole = loss_means(run(build_state(loop_config(8, "logging.every=3"))))
     first = build_state(loop_config(5, "logging.every=3"))
     kept = Checkpoints(tmp_path, first.world, keep_last=1, keep_every=None)
-    parts = loss_means(run(first, save=lambda state: kept.save(state, {}, lambda path: None)))
+    parts = loss_means(run(first, save=lambda state: save_state(kept, state)))
     again = build_state(loop_config(8, "logging.every=3"))
     load_state(tmp_path / "step_00000005", again)
     assert parts | loss_means(run(again)) == whole
@@ -201,7 +202,7 @@ def test_what_a_run_has_spent_goes_on_after_a_resume(results: list[StepResult], 
 
     def save(state: TrainState) -> None:
         clock.now += 1000
-        kept.save(state, {}, lambda path: None)
+        save_state(kept, state)
 
     records = run(first, save=save, evaluate=slow)
     again = build_state(loop_config(8, "logging.every=3", "eval.every=1"))
@@ -239,7 +240,7 @@ def test_a_checkpoint_of_before_says_nothing_about_seconds(tmp_path: Path, monke
     """Caught: seconds of the steps since the resume alone, as if they were those of the run."""
     first = build_state(loop_config(4, "logging.every=3"))
     kept = Checkpoints(tmp_path, first.world, keep_last=1, keep_every=None)
-    run(first, save=lambda state: kept.save(state, {}, lambda path: None))
+    run(first, save=lambda state: save_state(kept, state))
     path = tmp_path / "step_00000004/state.json"
     stored = json.loads(path.read_text())
     del stored["train_seconds"], stored["interval"]["n_clipped"], stored["interval"]["n_steps"]

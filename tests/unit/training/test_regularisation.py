@@ -17,10 +17,10 @@ from ngpt_train.data.dataset import Tokens
 from ngpt_train.data.rows import NextToken, RowFormat
 from ngpt_train.evaluation.validation import Validation
 from ngpt_train.kernels.dropout import row_seeds
-from ngpt_train.models import load_weights
+from ngpt_train.models import export_gradients, load_weights
 from ngpt_train.training import build_state, train_step
 from ngpt_train.training.step import dropout_seeds
-from tests.properties.architectures import ARCHITECTURES, SMALL, export_gradients, shapes
+from tests.properties.architectures import ARCHITECTURES, SMALL, shapes
 from tests.properties.runs import micro_batches, run_config
 from tests.reference.attention import loss_sum
 from tests.reference.training import Recipe

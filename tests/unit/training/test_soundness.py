@@ -14,13 +14,7 @@ from torch import Tensor
 from ngpt_train.core.errors import DataError
 from ngpt_train.observe.train_records import TrainRecords
 from ngpt_train.training import build_state, loop, train_step
-from ngpt_train.training.checkpoint import (
-    Checkpoints,
-    find_checkpoint,
-    last_good,
-    list_checkpoints,
-    load_state,
-)
+from ngpt_train.training.checkpoint import Checkpoints, find_checkpoint, last_good, list_checkpoints, load_state
 from ngpt_train.training.checkpoint.catalogue import best, has_exploded, step_of
 from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, NumericalError
 from ngpt_train.training.hooks import TrainingRun
@@ -30,6 +24,7 @@ from ngpt_train.training.hooks.stopping import StopRequest, StopTogether
 from ngpt_train.training.loop import train
 from ngpt_train.training.state import TrainState
 from tests.properties.runs import infinite_loss
+from tests.stored import save_state
 from tests.unit.training.test_loop import NoMeter, Records, batch, batches, loop_config
 
 
@@ -69,12 +64,12 @@ def test_a_state_that_is_not_finite_is_not_saved(
     state = build_state(loop_config(8, "optim.ema_decay=0.9"))
     train_step(state, batch(0))
     kept = keeper(tmp_path, state)
-    good = kept.save(state, {}, lambda path: None, loss=4.0)
+    good = save_state(kept, state, loss=4.0)
     state.step = 2
     with torch.no_grad():
         tensor(state).view(-1)[-1] = value
     with pytest.raises(NumericalError, match=rf"^step 2: {name} is not finite.*run\.init_from={good} ") as refused:
-        kept.save(state, {}, lambda path: None, loss=4.0)
+        save_state(kept, state, loss=4.0)
     assert refused.value.exit_code == 4
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
     load_state(good, state)
@@ -87,11 +82,11 @@ def test_the_last_good_checkpoint_stays(tmp_path: Path) -> None:
     kept = keeper(tmp_path, state)
     for step, loss in enumerate([5.0, 4.0, 5.9, 80.0, math.nan, 9.0], start=1):
         state.step = step
-        kept.save(state, {}, lambda path: None, loss)
+        save_state(kept, state, loss)
     assert steps(tmp_path) == [3, 6]
     assert last_good(tmp_path) == tmp_path / "step_00000003"
     state.step = 7
-    kept.save(state, {}, lambda path: None, loss=4.5)
+    save_state(kept, state, loss=4.5)
     assert steps(tmp_path) == [7], "a good one that is newer takes its place"
     assert json.loads((tmp_path / "step_00000007/MANIFEST.json").read_text())["good"] is True
 
@@ -101,7 +96,7 @@ def test_a_damaged_manifest_is_of_no_good_checkpoint(tmp_path: Path) -> None:
     kept = keeper(tmp_path, state, keep_last=3)
     for step in (1, 2, 3):
         state.step = step
-        kept.save(state, {}, lambda path: None, loss=4.0)
+        save_state(kept, state, loss=4.0)
     for step, content in ((2, "[]"), (3, "{")):
         (tmp_path / f"step_{step:08d}/MANIFEST.json").write_text(content)
     assert last_good(tmp_path) == tmp_path / "step_00000001"
@@ -185,7 +180,7 @@ def test_the_best_checkpoints_are_kept(tmp_path: Path) -> None:
     for step, loss in enumerate(losses, start=1):
         kept = Checkpoints(tmp_path, state.world, keep_last=1, keep_every=4, keep_best=2)  # as after a resume
         state.step = step
-        kept.save(state, {}, lambda path: None, loss=4.0)
+        save_state(kept, state, loss=4.0)
         kept.validated(step, loss)
     assert steps(tmp_path) == [2, 4, 5, 8]
     assert [step_of(path) for path in best(tmp_path, 9)] == [2, 5, 8, 4]
@@ -205,6 +200,6 @@ def test_the_checkpoint_to_go_back_to_stays(tmp_path: Path) -> None:
     kept = Checkpoints(tmp_path, state.world, keep_last=1, keep_every=None, go_back_every=4)
     for step in (4, 5, 6):
         state.step = step
-        kept.save(state, {}, lambda path: None, loss=4.0)
+        save_state(kept, state, loss=4.0)
     assert steps(tmp_path) == [4, 6]
     assert last_good(tmp_path, 4) == tmp_path / "step_00000004"

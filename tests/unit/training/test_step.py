@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -140,10 +141,7 @@ def test_fp64_without_clipping_is_the_plain_loop(name: str) -> None:
     load_weights(state.model, weights)
     batches = [micro_batches(seed) for seed in range(5)]
     results = [train_step(state, batch) for batch in batches]
-
-    def forward(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
-        return ARCHITECTURES[name].forward(weights, tokens, n_heads=SMALL.n_heads)
-
+    forward = partial(ARCHITECTURES[name].forward, n_heads=SMALL.n_heads)
     recipe = replace(RECIPES[name], clip_norm=float("inf"))
     expected = train(forward, ngpt.project if name == "ngpt" else lambda _: None, weights, batches, recipe)
     for result, (loss, norm) in zip(results, expected, strict=True):
