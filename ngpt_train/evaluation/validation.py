@@ -5,11 +5,11 @@ import io
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ngpt_train.config.schema import Config
-from ngpt_train.core.constants import IGNORED
+from ngpt_train.core.constants import IGNORED, MILLION
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import json_lines, write_atomically
 from ngpt_train.core.recorded import ANSWERS
@@ -27,7 +27,6 @@ from ngpt_train.data.rows import Rows, chosen_rows, held_out_rows, rows_of, same
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.distributed.layouts import averaged_statistics
 from ngpt_train.distributed.world import World
-from ngpt_train.evaluation.answers import Answers
 from ngpt_train.models.decoder import Decoder, Loss
 
 # Most tokens in one forward pass. Rows that share a matrix product change each other's rounding, so this is a constant;
@@ -36,6 +35,48 @@ CHUNK_TOKENS = 8_192
 # A file of RowFiles, complete or left by a kill.
 ROW_FILE = re.compile(r"\.?step_(?P<step>\d{8,})(_context_\d+)?(_answers\.jsonl|\.npz)(?P<partial>\.partial)?")
 FORWARD = 1 / 3  # of the compute of a training step: the backward pass costs twice the forward pass
+
+
+class Answers(NamedTuple):
+    """What a model answered to labelled examples, with the metrics of GLUE's tasks.
+
+    labels (N,): classes, or millionths. answers (N,): classes, or numbers where n_classes is 1.
+    """
+
+    labels: NDArray[np.int64]
+    answers: NDArray[np.float64]
+    n_classes: int
+
+    def lines(self) -> bytes:
+        """A JSON object a line, in the order of the rows: label and answer, classes or numbers."""
+        labels = self.labels / MILLION if self.n_classes == 1 else self.labels
+        answers = self.answers if self.n_classes == 1 else self.answers.astype(np.int64)
+        pairs = zip(labels.tolist(), answers.tolist(), strict=True)
+        return "".join(f'{{"label": {label!r}, "answer": {answer!r}}}\n' for label, answer in pairs).encode()
+
+    def metrics(self) -> dict[str, float]:
+        """accuracy, f1 (of class 1; of several classes their mean) and matthews; of numbers pearson and spearman.
+
+        From scikit-learn and scipy. A correlation with answers that are all equal is 0, as GLUE counts it.
+        """
+        if self.n_classes == 1:
+            from scipy.stats import pearsonr, spearmanr
+
+            wanted = self.labels / MILLION
+            constant = np.ptp(self.answers) == 0 or np.ptp(wanted) == 0
+            pearson, spearman = (
+                0.0 if constant else float(f(wanted, self.answers).statistic) for f in (pearsonr, spearmanr)
+            )
+            return {"pearson": pearson, "spearman": spearman}
+        from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+
+        found = self.answers.astype(np.int64)
+        average = "binary" if self.n_classes == 2 else "macro"
+        return {
+            "accuracy": float(accuracy_score(self.labels, found)),
+            "f1": float(f1_score(self.labels, found, average=average, zero_division=0.0)),
+            "matthews": float(matthews_corrcoef(self.labels, found)),
+        }
 
 
 @dataclass(frozen=True)
@@ -285,6 +326,18 @@ def shares(n: int, world: World) -> Iterator[tuple[int, bool]]:
     """
     for index in range(world.rank, world.rank + n, world.size):
         yield min(index, n - 1), index < n
+
+
+def longest_first(lengths: Sequence[int], fitting: Callable[[int], int]) -> Iterator[list[int]]:
+    """The numbers of texts in batches of like length, the longest first, so that too little memory shows at once.
+
+    fitting(length): the number of texts of that length in a batch; a batch has at least one.
+    """
+    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+    while order:
+        n = max(1, fitting(lengths[order[0]]))
+        yield order[:n]
+        order = order[n:]
 
 
 @contextmanager

@@ -200,7 +200,7 @@ def check_weights(imported: Imported, source: str) -> int:
     """The number of parameters. Raises DataError if the tensors do not fit the config or are not finite."""
     model = empty_model(imported.config.model, imported.tensors)
     statistics = {f"{STATISTICS}{name}": tuple(value.shape) for name, value in model.statistics().items()}
-    check_tensors(imported.tensors, shapes_of(model) | statistics, "the weights beside config.json")
+    check_tensors(imported.tensors, shapes_of(model) | statistics)
     for name, value in imported.tensors.items():
         if not value.isfinite().all():
             raise DataError(f"import.source={source}: {name} has values that are not finite. Copy the model again")

@@ -23,7 +23,7 @@ from ngpt_train.data.label_rows import LabelRows, joined
 from ngpt_train.data.labelled import label_of
 from ngpt_train.data.tokenizers import load_tokenizer
 from ngpt_train.distributed.world import World
-from ngpt_train.evaluation.answers import Answers
+from ngpt_train.evaluation.validation import Answers
 from ngpt_train.models import build_model, export_weights
 from ngpt_train.training.checkpoint import taken_over
 from ngpt_train.training.checkpoint.load import load_model
