@@ -73,16 +73,6 @@ GRADIENTS = {
     "w_down": "W_down (FC2)",
 }
 ADDED = {"norm_ffn": "gain of the FFN LN", "norm_post_attn": "gain of the post-attention LN", "head_scale": "HeadScale"}
-STATISTICS = {
-    "mu": "mu",
-    "sigma": "sigma",
-    "psi": "psi",
-    "sigma_squared": "sigma^2",
-    "psi_squared": "psi^2",
-    "g_mu": "g_mu",
-    "g_sigma_squared": "g_sigma^2",
-    "g_psi_squared": "g_psi^2",
-}
 
 
 def _means(named: Mapping[str, str], x: str = LAYER, y: str = "mean") -> dict[str, Panel]:
@@ -92,7 +82,7 @@ def _means(named: Mapping[str, str], x: str = LAYER, y: str = "mean") -> dict[st
 def _of_statistics(*names: str) -> dict[str, Panel]:
     found = {}
     for name in names:
-        said, y = STATISTICS[name], "norm / d" if name.startswith("g_") else "distance / d"
+        said, y = name.replace("_squared", "^2"), "norm / d" if name.startswith("g_") else "distance / d"
         found[name] = Panel(f"{said}, first norm", "batch", y)
         found[f"{name}_mean"] = Panel(f"{said}, mean over batches", LAYER, y)
         found[f"{name}_variance"] = Panel(f"{said}, variance over batches", LAYER, f"variance of {y}", log=True)
@@ -100,7 +90,7 @@ def _of_statistics(*names: str) -> dict[str, Panel]:
 
 
 def _distances(*names: str) -> dict[str, Panel]:
-    return {name: Panel(f"{STATISTICS[name]} of a batch and running", STEP, "distance / d") for name in names}
+    return {name: Panel(f"{name} of a batch and running", STEP, "distance / d") for name in names}
 
 
 DENSITY = {name: Panel(said, "value", "density") for name, said in {**RATES, **SCALES, "s_z": "s_z"}.items()}
