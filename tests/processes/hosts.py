@@ -80,13 +80,11 @@ class Host:
             time.sleep(0.05)
 
 
-def torchrun(
-    head: Host, program: Sequence[str], ranks: int = 1, restarts: int = 0, name: str | None = "job", nodes: int = 2
-) -> list[str]:
-    """torchrun of each of the hosts."""
+def torchrun(head: Host, program: Sequence[str], ranks: int, restarts: int, name: str) -> list[str]:
+    """torchrun of each of two hosts."""
     named = [f"--rdzv-id={name}"] if name else []
     rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={head.name}:{PORT}", *named]
-    launcher = ["tests.processes.torchrun", f"--nnodes={nodes}", f"--nproc-per-node={ranks}"]
+    launcher = ["tests.processes.torchrun", "--nnodes=2", f"--nproc-per-node={ranks}"]
     return [*launcher, *rendezvous, f"--max-restarts={restarts}", "-m", *program]
 
 

@@ -1,30 +1,15 @@
 """A run that was killed, interrupted or moved ends as if nothing had happened."""
 
-import json
 import os
 import random
 import shutil
 import signal
-import socket
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.processes.runs import arguments, numbers, records, run, start, train, wait_for_step
-
-END = {"code": 0, "reason": "done", "step": 12, "rank": 0, "host": socket.gethostname()}
-DONE = json.dumps(END, indent=2) + "\n"
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    directory = tmp_path_factory.mktemp("uninterrupted")
-    train(arguments(directory, corpus))
-    losses = [record["loss"] for record in records(directory / "runs/test").values()]
-    assert losses[-1] < 0.95 * losses[0]
-    assert max(record["grad_norm"] for record in records(directory / "runs/test").values()) > 1.0, "never clipped"
-    return directory / "runs/test"
+from tests.processes.runs import arguments, began_at, end_of, numbers, run, start, train, wait_for, wait_for_step
 
 
 def again_from(directory: Path, step: int) -> dict[int, tuple[float, float, float, int]]:
@@ -34,11 +19,6 @@ def again_from(directory: Path, step: int) -> dict[int, tuple[float, float, floa
             shutil.rmtree(checkpoint)
     assert (directory / f"checkpoints/step_{step:08d}").is_dir()
     return numbers(directory)
-
-
-def starts(directory: Path) -> list[int]:
-    """The steps at which a run began and went on."""
-    return [begun["step"] for begun in json.loads((directory / "run.json").read_text())["starts"]]
 
 
 @pytest.mark.slow
@@ -53,7 +33,7 @@ def test_killed_twice_at_random(tmp_path: Path, corpus: Path, uninterrupted: Pat
         process.wait()
     train(given)
     assert numbers(directory) == numbers(uninterrupted)
-    assert (directory / "exit.json").read_text() == DONE
+    assert end_of(directory)["reason"] == "done"
 
 
 def test_ddp_resumes_bit_for_bit(tmp_path: Path, corpus: Path) -> None:
@@ -64,7 +44,7 @@ def test_ddp_resumes_bit_for_bit(tmp_path: Path, corpus: Path) -> None:
     expected = again_from(tmp_path / "runs/test", 5)
     train(given, ranks=3)
     assert numbers(tmp_path / "runs/test") == expected
-    assert starts(tmp_path / "runs/test") == [0, 5]
+    assert began_at(tmp_path / "runs/test") == [0, 5]
 
 
 def test_dropout_goes_on_bit_for_bit_and_on_other_ranks(tmp_path: Path, corpus: Path) -> None:
@@ -75,7 +55,7 @@ def test_dropout_goes_on_bit_for_bit_and_on_other_ranks(tmp_path: Path, corpus: 
     expected = again_from(whole / "runs/test", 4)
     train(arguments(whole, corpus, *common))
     assert numbers(whole / "runs/test") == expected
-    assert starts(whole / "runs/test") == [0, 4]
+    assert began_at(whole / "runs/test") == [0, 4]
     train(arguments(others, corpus, *common, "train.stop_at=3", "parallel=ddp"), ranks=2)
     train(arguments(others, corpus, *common, "train.micro_rows=4"))
     for step, (loss, norm, lr, tokens) in numbers(others / "runs/test").items():
@@ -91,7 +71,7 @@ def test_the_parts_of_training_ngpt_go_on_bit_for_bit(tmp_path: Path, corpus: Pa
     expected = again_from(tmp_path / "runs/test", 4)
     train(given)
     assert numbers(tmp_path / "runs/test") == expected
-    assert starts(tmp_path / "runs/test") == [0, 4]
+    assert began_at(tmp_path / "runs/test") == [0, 4]
 
 
 @pytest.mark.slow
@@ -121,7 +101,7 @@ def test_signal_saves_and_exits_cleanly(
     output, _ = process.communicate(timeout=120)
     if ranks == 1:  # torchrun reports a failure whatever its workers return
         assert process.returncode == 0, output
-    ended = json.loads((directory / "exit.json").read_text())
+    ended = end_of(directory)
     assert ended["code"] == 0
     assert number.name in ended["reason"] or "another rank" in ended["reason"]
     assert (directory / f"checkpoints/step_{ended['step']:08d}/MANIFEST.json").is_file()
@@ -130,10 +110,8 @@ def test_signal_saves_and_exits_cleanly(
 
 def test_second_interrupt_exits_at_once(tmp_path: Path, corpus: Path) -> None:
     process = start(arguments(tmp_path, corpus, "train.steps=100000", "train.batch_rows=4096"))
-    deadline = time.monotonic() + 120
     log = tmp_path / "runs/test/logs/rank_0.log"
-    while not (log.exists() and "eval 0/" in log.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: log.exists() and "eval 0/" in log.read_text(), 120)
     process.send_signal(signal.SIGINT)
     time.sleep(1.5)
     assert process.poll() is None, "the step is long, the first signal waits for its end"
@@ -143,16 +121,14 @@ def test_second_interrupt_exits_at_once(tmp_path: Path, corpus: Path) -> None:
 
 def test_time_limit(tmp_path: Path, corpus: Path) -> None:
     train(arguments(tmp_path, corpus, "train.steps=100000", "run.max_time=0.0005"))
-    ended = json.loads((tmp_path / "runs/test/exit.json").read_text())
-    assert ended["code"] == 0
-    assert ended["reason"] == "stopped by run.max_time"
+    ended = end_of(tmp_path / "runs/test")
+    assert (ended["code"], ended["reason"]) == (0, "stopped by run.max_time")
     assert 0 < ended["step"] < 100000
 
 
 def test_finished_run_is_left_alone(uninterrupted: Path, corpus: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")}
-    finished = run("train", arguments(uninterrupted.parent.parent, corpus))
-    assert finished.returncode == 0
+    finished = run("train", arguments(uninterrupted.parent.parent, corpus), code=0)
     assert "step 12 and would end at 12" in finished.stdout
     assert {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")} == before
 
@@ -166,7 +142,7 @@ def test_sigterm_before_the_first_step(tmp_path: Path, corpus: Path) -> None:
             break
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
-    end = json.loads((tmp_path / "runs/test/exit.json").read_text())
+    end = end_of(tmp_path / "runs/test")
     assert (end["code"], end["reason"]) == (0, "stopped by SIGTERM")
     assert (tmp_path / f"runs/test/checkpoints/step_{end['step']:08d}").is_dir()
 
@@ -180,8 +156,7 @@ def test_the_step_to_go_on_from(
     given = arguments(tmp_path, corpus, "checkpoint.keep_last=9")
     directory = tmp_path / "runs/test"
     train(given)
-    refused = run("train", [*given, "run.resume_step=6"])
-    assert refused.returncode == 3
+    refused = run("train", [*given, "run.resume_step=6"], code=3)
     assert "run.resume_step=6: there is no complete checkpoint of this step in" in refused.stderr
     assert "(there are: 4, 8, 12)" in refused.stderr
     named = [*given, "run.resume_step=4"]
@@ -190,12 +165,11 @@ def test_the_step_to_go_on_from(
     kept = sorted(path.name for path in (directory / "checkpoints").glob("*step*"))
     assert kept == ["replaced-step_00000008", "replaced-step_00000012", "step_00000004", "step_00000006"]
     train(named)
-    assert starts(directory) == [0, 4, 6]
+    assert began_at(directory) == [0, 4, 6]
     assert numbers(directory) == numbers(uninterrupted)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     damaged = next((directory / "checkpoints/step_00000004").glob("*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    refused = run("train", named)
-    assert refused.returncode == 3
+    refused = run("train", named, code=3)
     assert "step_00000004 is damaged" in refused.stderr
     assert (directory / "checkpoints/step_00000012").is_dir()
