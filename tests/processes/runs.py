@@ -201,9 +201,21 @@ def records(directory: Path, kind: str = "train") -> dict[int, dict[str, Any]]:
     return by_step
 
 
-def numbers(directory: Path) -> dict[int, tuple[float, float, float, int]]:
+Numbers = dict[int, tuple[float, float, float, int]]
+
+
+def numbers(directory: Path) -> Numbers:
     """What must not change between an interrupted and an uninterrupted run."""
     return {
         step: (record["loss"], record["grad_norm"], record["lr"], record["tokens"])
         for step, record in records(directory).items()
     }
+
+
+def assert_near(found: Numbers, expected: Numbers, rel: float) -> None:
+    """Losses within `rel`, norms within ten times that, rates and tokens the same."""
+    assert found.keys() == expected.keys()
+    for step, (loss, norm, *others) in found.items():
+        assert loss == pytest.approx(expected[step][0], rel=rel)
+        assert norm == pytest.approx(expected[step][1], rel=10 * rel)
+        assert others == [*expected[step][2:]]

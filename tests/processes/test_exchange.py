@@ -49,14 +49,10 @@ def test_there_and_back(trained: Path, corpus: Path, tmp_path: Path) -> None:
     whose cache gives other tokens."""
     pytest.importorskip("transformers", reason="the extra [hf] is not installed")
     runs.train(runs.arguments(tmp_path, corpus, "model=ngpt", "optim.lr=0.02", *TEXT_PIECES))
-    said = {
-        trained: "and the checkpoint, in the same order of operations: largest difference of logits 0.0",
-        tmp_path / "runs/test": "NGPTForCausalLM and ngpt-train, whose order is another: largest difference of logits",
-    }
+    of = [trained, tmp_path / "runs/test"]
     outs, texts = [tmp_path / "exported", tmp_path / "exported_ngpt"], tmp_path / "texts.jsonl"
-    for (run, line), out in zip(said.items(), outs, strict=True):
-        finished = runs.run("export", [f"export.checkpoint={run}", f"export.out={out}", "export.rows=2"], code=0)
-        assert line in finished.stdout
+    for run, out in zip(of, outs, strict=True):
+        runs.run("export", [f"export.checkpoint={run}", f"export.out={out}", "export.rows=2"], code=0)
     out = outs[0]
     metrics = runs.records(trained, "eval")[30]
     card = (out / "README.md").read_text()
@@ -67,7 +63,7 @@ def test_there_and_back(trained: Path, corpus: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", READER, *map(str, outs)]
     read = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert read.returncode == 0, read.stderr
-    for run, by_transformers in zip(said, json.loads(read.stdout.splitlines()[-1]), strict=True):
+    for run, by_transformers in zip(of, json.loads(read.stdout.splitlines()[-1]), strict=True):
         greedy = [f"generate.prompt={PROMPT}", "generate.temperature=0", "generate.max_new_tokens=24"]
         runs.run("generate", [f"generate.checkpoint={run}", *greedy, f"generate.out={texts}"], code=0)
         ours = json.loads(texts.read_text())["tokens"]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.processes import fork_server
 from tests.processes.hosts import Host, hosts, torchrun
-from tests.processes.runs import arguments, children, end_of, numbers, starts, train, wait_for, wait_for_step
+from tests.processes.runs import Numbers, arguments, children, end_of, numbers, starts, train, wait_for, wait_for_step
 
 pytestmark = pytest.mark.slow
 
@@ -71,7 +71,7 @@ def machines(tmp_path: Path) -> Iterator[list[Host]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[int, tuple[float, float, float, int]]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Numbers:
     """Losses, norms, rates and tokens of each step of two ranks of one host."""
     directory = tmp_path_factory.mktemp("undisturbed")
     train(arguments(directory, corpus, f"train.steps={STEPS}"), ranks=2)
