@@ -1,4 +1,4 @@
-"""Lines of docs/faults.md: signals and limits on several ranks, slow preparations, disks, clocks."""
+"""Lines of docs/faults.md: signals to several ranks, slow checks, disks, clocks."""
 
 import contextlib
 import fcntl
@@ -21,9 +21,9 @@ from tests.processes.test_streaming import STREAMED, data_hashes, workers_of
 pytestmark = pytest.mark.slow
 
 
-def faulty(fault: str, given: list[str], restarts: int = 0) -> fork_server.Started:
+def faulty(fault: str, given: list[str]) -> fork_server.Started:
     """A run of two ranks with a fault of faulty.py."""
-    return runs.start(given, 2, restarts, ("tests.processes.faulty", fault, "train"))
+    return runs.start(given, 2, program=("tests.processes.faulty", fault, "train"))
 
 
 @pytest.mark.parametrize(
@@ -73,15 +73,6 @@ def test_a_stop_while_one_of_several_ranks_waits_for_rows(tmp_path: Path) -> Non
     runs.train([*runs.arguments(tmp_path / "whole", text, *options), until], ranks=2)
     assert data_hashes(directory) == data_hashes(tmp_path / "whole/runs/test")
     assert runs.numbers(directory) == runs.numbers(tmp_path / "whole/runs/test")
-
-
-def test_a_preparation_that_is_slower_than_the_timeout(tmp_path: Path, corpus: Path) -> None:
-    """Caught: a collective that waits for a preparation of text."""
-    process = faulty("slow_preparation", runs.arguments(tmp_path, corpus, "parallel.timeout=30"))
-    output = process.communicate()[0]
-    assert process.returncode == 0, output[-3000:]
-    assert "slow open_dataset" in output
-    assert sorted(runs.numbers(tmp_path / "runs/test")) == list(range(1, 13))
 
 
 def test_a_check_that_is_slower_than_the_timeout(tmp_path: Path, corpus: Path) -> None:

@@ -80,23 +80,17 @@ def test_other_ranks_and_layouts(tmp_path: Path, corpus: Path, uninterrupted: Pa
     runs.assert_near(runs.numbers(tmp_path / "runs/test"), runs.numbers(uninterrupted), 1e-6)
 
 
-@pytest.mark.parametrize(
-    ("number", "ranks"), [(signal.SIGINT, 1), pytest.param(signal.SIGTERM, 2, marks=pytest.mark.slow)]
-)
-def test_signal_saves_and_exits_cleanly(
-    tmp_path: Path, corpus: Path, uninterrupted: Path, number: signal.Signals, ranks: int
-) -> None:
+def test_an_interrupt_saves_and_exits_cleanly(tmp_path: Path, corpus: Path) -> None:
+    """Signals to several ranks: test_faults.py."""
     given = runs.arguments(tmp_path, corpus, "train.steps=100000", "checkpoint.every=0")
     directory = tmp_path / "runs/test"
-    process = runs.start(given, ranks)
+    process = runs.start(given)
     runs.wait_for_step(directory, 3)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=120)
-    if ranks == 1:  # torchrun reports a failure whatever its workers return
-        assert process.returncode == 0, output
+    assert process.returncode == 0, output
     ended = runs.end_of(directory)
-    assert ended["code"] == 0
-    assert number.name in ended["reason"] or "another rank" in ended["reason"]
+    assert (ended["code"], ended["reason"]) == (0, "stopped by SIGINT")
     assert (directory / f"checkpoints/step_{ended['step']:08d}/MANIFEST.json").is_file()
     assert f"saved at step {ended['step']}" in output
 
