@@ -90,7 +90,7 @@ def with_biases(modules: Mapping[str, str]) -> dict[str, str]:
 
     modules: by the canonical name of the weight; `w_u` has the bias `b_u`, and `norm_attn` the bias `norm_attn.bias`.
     """
-    found = {}
+    found: dict[str, str] = {}
     for weight, module in modules.items():
         bias = f"{weight}.bias" if "norm" in weight else re.sub(r"\bw", "b", weight)
         found |= {weight: f"{module}.weight", bias: f"{module}.bias"}
