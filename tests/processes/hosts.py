@@ -60,7 +60,7 @@ class Host:
         subprocess.run(command, check=True, capture_output=True)
 
     def start(self, command: Sequence[str], output: Path, **environment: str) -> fork_server.Started:
-        """A module or a file that runs on this host; what it prints is added to a file."""
+        """A module that runs on this host; what it prints is added to a file."""
         inside = ["tests.processes.hosts", self.namespace, self.name, str(self._names), *command]
         return fork_server.Started(inside, output, **{"GLOO_SOCKET_IFNAME": INTERFACE} | environment)
 

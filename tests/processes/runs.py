@@ -129,8 +129,7 @@ def start(
     """A `train`, or a program of the test's in its place, that goes on beside the test in a session of its own; on
     several ranks under a torchrun."""
     launcher = ["tests.processes.torchrun", "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
-    named = [] if program[0].endswith(".py") else ["-m"]
-    return fork_server.Started([*([*launcher, *named] if ranks > 1 else []), *program, *given])
+    return fork_server.Started([*([*launcher, "-m"] if ranks > 1 else []), *program, *given])
 
 
 def children(process: fork_server.Started) -> list[int]:
