@@ -73,16 +73,6 @@ GRADIENTS = {
     "w_down": "W_down (FC2)",
 }
 ADDED = {"norm_ffn": "gain of the FFN LN", "norm_post_attn": "gain of the post-attention LN", "head_scale": "HeadScale"}
-STATISTICS = {
-    "mu": "mu",
-    "sigma": "sigma",
-    "psi": "psi",
-    "sigma_squared": "sigma^2",
-    "psi_squared": "psi^2",
-    "g_mu": "g_mu",
-    "g_sigma_squared": "g_sigma^2",
-    "g_psi_squared": "g_psi^2",
-}
 
 
 def _means(named: Mapping[str, str], x: str = LAYER, y: str = "mean") -> dict[str, Panel]:
@@ -92,7 +82,7 @@ def _means(named: Mapping[str, str], x: str = LAYER, y: str = "mean") -> dict[st
 def _of_statistics(*names: str) -> dict[str, Panel]:
     found = {}
     for name in names:
-        said, y = STATISTICS[name], "norm / d" if name.startswith("g_") else "distance / d"
+        said, y = name.replace("_squared", "^2"), "norm / d" if name.startswith("g_") else "distance / d"
         found[name] = Panel(f"{said}, first norm", "batch", y)
         found[f"{name}_mean"] = Panel(f"{said}, mean over batches", LAYER, y)
         found[f"{name}_variance"] = Panel(f"{said}, variance over batches", LAYER, f"variance of {y}", log=True)
@@ -100,7 +90,11 @@ def _of_statistics(*names: str) -> dict[str, Panel]:
 
 
 def _distances(*names: str) -> dict[str, Panel]:
-    return {name: Panel(f"{STATISTICS[name]} of a batch and running", STEP, "distance / d") for name in names}
+    return {name: Panel(f"{name} of a batch and running", STEP, "distance / d") for name in names}
+
+
+def _live(title: str, panels: Mapping[str, Panel], measure: Measure, together: Together | None = None) -> Figure:
+    return Figure(title, panels, measure, needs="telemetry", together=together)
 
 
 DENSITY = {name: Panel(said, "value", "density") for name, said in {**RATES, **SCALES, "s_z": "s_z"}.items()}
@@ -183,41 +177,30 @@ FIGURES: dict[str, Figure] = {
         _means({"s_qk": "s_qk", "s_qk_cross": "s_qk of cross-attention", "s_u": "s_u", "s_v": "s_v"}),
         learned_vectors.tnt_figure_4,
     ),
-    "ngpt_6_live": Figure(
-        "nGPT, figure 6 over steps", _means({**RATES, **SCALES, "s_z": "s_z"}, STEP), live.figure_6, needs="telemetry"
-    ),
-    "normformer_3_live": Figure(
+    "ngpt_6_live": _live("nGPT, figure 6 over steps", _means({**RATES, **SCALES, "s_z": "s_z"}, STEP), live.figure_6),
+    "normformer_3_live": _live(
         "NormFormer, figure 3 over steps",
         {"w_down": Panel(GRADIENTS["w_down"], STEP, "L1 norm", log=True)},
         live.normformer_3,
-        needs="telemetry",
     ),
-    "normformer_4_live": Figure(
-        "NormFormer, figure 4 over steps", _means(ADDED, STEP, "value"), live.normformer_4, needs="telemetry"
+    "normformer_4_live": _live("NormFormer, figure 4 over steps", _means(ADDED, STEP, "value"), live.normformer_4),
+    "normformer_6_live": _live(
+        "NormFormer, figure 6 over steps", {"res_scale": Panel("lambda", STEP, "mean")}, live.of_vectors("res_scale")
     ),
-    "normformer_6_live": Figure(
-        "NormFormer, figure 6 over steps",
-        {"res_scale": Panel("lambda", STEP, "mean")},
-        live.of_vectors("res_scale"),
-        needs="telemetry",
-    ),
-    "normformer_7_live": Figure(
+    "normformer_7_live": _live(
         "NormFormer, figure 7 over steps: gradients as a ratio to those of the first run",
         {name: Panel(said, STEP, "ratio of L1 norm / loss", log=True) for name, said in GRADIENTS.items()},
         live.normformer_7,
-        needs="telemetry",
         together=gradient_norms.ratios_to_first,
     ),
-    "powernorm_2_live": Figure(
-        "PowerNorm, figure 2 over steps", _distances("mu", "sigma"), live.distances("mu", "sigma"), needs="telemetry"
+    "powernorm_2_live": _live(
+        "PowerNorm, figure 2 over steps", _distances("mu", "sigma"), live.distances("mu", "sigma")
     ),
-    "powernorm_4_live": Figure(
-        "PowerNorm, figure 4 over steps", _distances("sigma", "psi"), live.distances("sigma", "psi"), needs="telemetry"
+    "powernorm_4_live": _live(
+        "PowerNorm, figure 4 over steps", _distances("sigma", "psi"), live.distances("sigma", "psi")
     ),
-    "tnt_3_live": Figure(
-        "TnT, figure 3 over steps", _means(OF_ENCODER_DECODERS, STEP), live.tnt(*OF_ENCODER_DECODERS), needs="telemetry"
-    ),
-    "tnt_4_live": Figure("TnT, figure 4 over steps", _means(SCALES, STEP), live.tnt(*SCALES), needs="telemetry"),
+    "tnt_3_live": _live("TnT, figure 3 over steps", _means(OF_ENCODER_DECODERS, STEP), live.tnt(*OF_ENCODER_DECODERS)),
+    "tnt_4_live": _live("TnT, figure 4 over steps", _means(SCALES, STEP), live.tnt(*SCALES)),
 }
 
 

@@ -53,18 +53,15 @@ class Texts:
         self.reader = cached(model, compiled) if config.cache else Recomputed(model)
         self.stops = [re.sub(r"\\[nt\\]", lambda found: ESCAPES[found[0]], stop) for stop in config.stop or []]
 
-    def of(
-        self, prompts: Sequence[str], show: Callable[[str], object] | None = None, first_line: int | None = None
-    ) -> Iterator[Text]:
+    def of(self, prompts: Sequence[str], show: Callable[[str], object] | None = None) -> Iterator[Text]:
         """Yields generate.samples texts of each prompt, in order; generate.batch_rows are generated together.
 
-        show: called with the prompt, then with each piece of a single text at once. first_line: the line number of the
-        first prompt in its file, for messages. Raises ConfigError before the first text if generate.overflow refuses a
-        prompt.
+        show: called with the prompt, then with each piece of a single text at once. Raises ConfigError before the first
+        text if generate.overflow refuses a prompt.
         """
         ids = [self.tokenizer.encode(prompt).tolist() for prompt in prompts]
         tokens = [opened(self.model, self.tokenizer, prompt) for prompt in ids]
-        self.check_room(tokens, first_line)
+        self.check_room(tokens)
         wanted = iter([(number, sample) for number in range(len(prompts)) for sample in range(self.config.samples)])
         n_rows = min(self.config.batch_rows, len(prompts) * self.config.samples)
         while batch := list(islice(wanted, n_rows)):
@@ -101,17 +98,17 @@ class Texts:
             if show is not None:
                 show(rest)
 
-    def check_room(self, prompts: Sequence[Tensor], first_line: int | None) -> None:
+    def check_room(self, prompts: Sequence[Tensor]) -> None:
         """Logs or refuses a text that may become longer than the context."""
         config = self.model.config
         source = config.source_length(config.context)  # 0 for a decoder
         room, most_new = config.context - source, self.config.most_sampled
-        for number, prompt in enumerate(prompts):
+        for line, prompt in enumerate(prompts, 1):
             # No model reads the last token of a text. An encoder-decoder's decoder reads the last token of the prompt.
             encoded, decoded = (len(prompt) - 1, most_new) if source else (0, len(prompt) + most_new - 1)
             if encoded <= source and decoded <= room:
                 continue
-            where = "" if first_line is None else f" in line {first_line + number} of {self.config.prompts}"
+            where = "" if self.config.prompts is None else f" in line {line} of {self.config.prompts}"
             sees = f"{source} tokens of a prompt and {room} of the text after it" if source else f"{room} tokens"
             told = f"the prompt{where} has {len(prompt)} tokens, and generate.max_new_tokens={most_new} may follow"
             if self.config.overflow == "refuse":

@@ -119,9 +119,8 @@ def check_size(checkpoint: Path, model: ModelConfig) -> None:
 def find_trained(verb: str, config: Config, overrides: Sequence[str], also_used: Collection[str] = ()) -> Trained:
     """Finds the checkpoint of `<verb>.checkpoint`. Touches neither data nor devices.
 
-    overrides: the command line; the log names unused ones. also_used: sections and keys that the verb reads, beside its
-    own section and USED. Raises DataError without a checkpoint, or with too few for an average, and ConfigError for an
-    override that contradicts the checkpoint.
+    overrides: the command line. also_used: sections and keys that the verb reads, beside its own section and USED.
+    Raises as `named` and `check_overrides`.
     """
     own = getattr(config, verb)
     trained = named(verb, "checkpoint", own.checkpoint, own)

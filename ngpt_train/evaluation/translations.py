@@ -1,7 +1,7 @@
 """Translations of texts by a model, and their scores beside references."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.beam_search import translate
+from ngpt_train.evaluation.validation import longest_first
 from ngpt_train.models.encoder_decoder import EncoderDecoder
 
 logger = logging.getLogger(__name__)
@@ -42,21 +43,13 @@ def translations(
     sources = [torch.from_numpy(np.append(one[: limit - 1], tokenizer.eos).astype(np.int64)) for one in ids]
     found: dict[int, Translation] = {}
     most_new = min(max_new_tokens or limit, limit)
-    for batch in _batches([n_beams * (len(source) + most_new) for source in sources]):
+    n_tokens = [n_beams * (len(source) + most_new) for source in sources]
+    for batch in longest_first(n_tokens, lambda n: BATCH_TOKENS // n):
         of_batch = [sources[number].to(device) for number in batch]
         kept = translate(model, of_batch, tokenizer.eos, tokenizer.vocab_size, n_beams, length_penalty, most_new)
         for number, (best, *_) in zip(batch, kept, strict=True):
             found[number] = Translation(whole_words(tokenizer.decode(best.ids), tokenizer), best.score)
     return [found[number] for number in range(len(texts))]
-
-
-def _batches(n_tokens: Sequence[int]) -> Iterator[list[int]]:
-    """Numbers of texts, longest first, so that memory runs out at once or never."""
-    order = sorted(range(len(n_tokens)), key=lambda number: -n_tokens[number])
-    while order:
-        n = max(1, BATCH_TOKENS // n_tokens[order[0]])
-        yield order[:n]
-        order = order[n:]
 
 
 def whole_words(text: str, tokenizer: Tokenizer) -> str:

@@ -5,7 +5,7 @@ import io
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -284,6 +284,18 @@ def shares(n: int, world: World) -> Iterator[tuple[int, bool]]:
     """
     for index in range(world.rank, world.rank + n, world.size):
         yield min(index, n - 1), index < n
+
+
+def longest_first(lengths: Sequence[int], fitting: Callable[[int], int]) -> Iterator[list[int]]:
+    """The numbers of texts in batches of like length, the longest first, so that too little memory shows at once.
+
+    fitting(length): the number of texts of that length in a batch; a batch has at least one.
+    """
+    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+    while order:
+        n = max(1, fitting(lengths[order[0]]))
+        yield order[:n]
+        order = order[n:]
 
 
 @contextmanager

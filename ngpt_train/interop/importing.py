@@ -1,6 +1,5 @@
 """Reads a model that `export` or transformers wrote, or one of the hub, and writes it as a run."""
 
-import platform
 import re
 import time
 from collections.abc import Mapping
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import ngpt_train
 from ngpt_train.config.architectures import architectures
 from ngpt_train.config.compose import load_config
 from ngpt_train.config.model_keys import ModelConfig
@@ -19,7 +17,6 @@ from ngpt_train.config.places import new_directory
 from ngpt_train.config.schema import Config, TokenizerConfig, build, schema_keys
 from ngpt_train.config.stored import read_yaml, write_yaml
 from ngpt_train.config.validate import any_of, check_leaf, flatten, show
-from ngpt_train.core.checkout import git_commit
 from ngpt_train.core.errors import ConfigError, DataError, in_one_line
 from ngpt_train.core.files import read_json, write_json
 from ngpt_train.data.tokenizers import MODEL_FILES, load_tokenizer, write_tokenizer
@@ -35,6 +32,7 @@ from ngpt_train.interop.safetensors_files import read_tensors
 from ngpt_train.interop.tokenizer_files import tokenizer_of
 from ngpt_train.training.checkpoint.save import SPARE, Checkpoints, Snapshot
 from ngpt_train.training.checkpoint.tensor_files import pieces_of
+from ngpt_train.training.run_directory import origin
 
 ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # The files to fetch from the hub. None of them runs code.
@@ -200,7 +198,7 @@ def check_weights(imported: Imported, source: str) -> int:
     """The number of parameters. Raises DataError if the tensors do not fit the config or are not finite."""
     model = empty_model(imported.config.model, imported.tensors)
     statistics = {f"{STATISTICS}{name}": tuple(value.shape) for name, value in model.statistics().items()}
-    check_tensors(imported.tensors, shapes_of(model) | statistics, "the weights beside config.json")
+    check_tensors(imported.tensors, shapes_of(model) | statistics)
     for name, value in imported.tensors.items():
         if not value.isfinite().all():
             raise DataError(f"import.source={source}: {name} has values that are not finite. Copy the model again")
@@ -221,15 +219,12 @@ def config_of_run(imported: Imported, out: Path) -> Config:
 
 def _start(imported: Imported, source: str, n_params: int) -> dict[str, Any]:
     """The entry of run.json."""
+    here = origin(torch.device("cpu"))
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "step": 0,
-        "git_commit": git_commit(),
-        "versions": {
-            "ngpt_train": ngpt_train.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "git_commit": here["git_commit"],
+        "versions": here["versions"],
         "imported": {"source": source, "revision": imported.revision, "form": imported.form},
         "n_params": n_params,
         "data_fingerprint": "none: the model was imported",

@@ -64,11 +64,10 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     if wanted.interactive:
         converse(texts)
     elif wanted.out is not None:
-        found = texts.of(prompts, first_line=None if wanted.prompts is None else 1)
-        content = "".join(line_of(text, wanted) for text in found)
+        content = "".join(line_of(text, wanted) for text in texts.of(prompts))
         write_atomically(Path(wanted.out).expanduser(), content.encode())
     elif wanted.prompts is not None:
-        for text in texts.of(prompts, first_line=1):
+        for text in texts.of(prompts):
             print(line_of(text, wanted), end="", flush=True)
     else:
         show(texts, prompts[0])

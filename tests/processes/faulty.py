@@ -17,7 +17,6 @@ from ngpt_train.evaluation.validation import Evaluations
 from ngpt_train.training import loop, train_step
 from ngpt_train.training.checkpoint import catalogue
 from ngpt_train.training.state import TrainState
-from ngpt_train.verbs import train
 
 CLOCK = time.time
 JUMPS = {0.0: 86400.0, 86400.0: -86400.0, -86400.0: 0.0}  # seconds, forth and back
@@ -46,10 +45,6 @@ def slow(owner: Any, name: str, seconds: float) -> None:
 def paced() -> None:
     """Steps that take a while and no processor, so that a fault finds the run on its way."""
     before(loop, "train_step", lambda *_, **__: time.sleep(float(os.environ.get("PAUSE", "0.2"))))
-
-
-def slow_preparation() -> None:
-    slow(train, "open_dataset", 40)
 
 
 def slow_check() -> None:

@@ -111,7 +111,7 @@ def become(request: dict[str, Any], outputs: Sequence[int]) -> None:
 
 
 def execute(command: Sequence[str], variables: Mapping[str, str]) -> None:
-    """Runs a module or a file in a session of its own, and ends this process."""
+    """Runs a module in a session of its own, and ends this process."""
     os.setsid()
     os.environ.clear()
     os.environ.update(variables)
@@ -135,10 +135,7 @@ def execute(command: Sequence[str], variables: Mapping[str, str]) -> None:
 
 def run_main(command: Sequence[str]) -> None:
     sys.argv = list(command)
-    if command[0].endswith(".py"):
-        runpy.run_path(command[0], run_name="__main__")
-    else:
-        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
 
 
 def environment() -> dict[str, str]:

@@ -60,7 +60,7 @@ class Host:
         subprocess.run(command, check=True, capture_output=True)
 
     def start(self, command: Sequence[str], output: Path, **environment: str) -> fork_server.Started:
-        """A module or a file that runs on this host; what it prints is added to a file."""
+        """A module that runs on this host; what it prints is added to a file."""
         inside = ["tests.processes.hosts", self.namespace, self.name, str(self._names), *command]
         return fork_server.Started(inside, output, **{"GLOO_SOCKET_IFNAME": INTERFACE} | environment)
 
@@ -80,13 +80,11 @@ class Host:
             time.sleep(0.05)
 
 
-def torchrun(
-    head: Host, program: Sequence[str], ranks: int = 1, restarts: int = 0, name: str | None = "job", nodes: int = 2
-) -> list[str]:
-    """torchrun of each of the hosts."""
+def torchrun(head: Host, program: Sequence[str], ranks: int, restarts: int, name: str) -> list[str]:
+    """torchrun of each of two hosts."""
     named = [f"--rdzv-id={name}"] if name else []
     rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={head.name}:{PORT}", *named]
-    launcher = ["tests.processes.torchrun", f"--nnodes={nodes}", f"--nproc-per-node={ranks}"]
+    launcher = ["tests.processes.torchrun", "--nnodes=2", f"--nproc-per-node={ranks}"]
     return [*launcher, *rendezvous, f"--max-restarts={restarts}", "-m", *program]
 
 

@@ -1,5 +1,6 @@
 """Starting real runs on a small corpus, and reading what they leave."""
 
+import contextlib
 import io
 import json
 import logging
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import pytest
 
 from ngpt_train.__main__ import main
 from ngpt_train.core import log
+from ngpt_train.core.files import json_lines
+from ngpt_train.training.checkpoint import list_checkpoints
 from ngpt_train.verbs import train as train_verb
 from tests.processes import fork_server
 
@@ -85,11 +88,16 @@ def command(verb: str, given: list[str], ranks: int = 1) -> list[str]:
     return [sys.executable, *launcher, "-m", "ngpt_train", verb, *given]
 
 
-def run(verb: str, given: list[str], ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    """What a command prints and its exit code: in this process, or where it would change it, forked from the server's,
-    which has imported the trainer as well."""
-    if ranks > 1 or verb not in IN_THIS_PROCESS or any(word.startswith(STAYING) for word in given):
-        return forked(verb, given, ranks)
+def run(verb: str, given: list[str], ranks: int = 1, code: int | None = None) -> subprocess.CompletedProcess[str]:
+    """What a command prints and its exit code, which has to be `code` if that is given: in this process, or where it
+    would change it, forked from the server's, which has imported the trainer as well."""
+    stays = ranks == 1 and verb in IN_THIS_PROCESS and not any(word.startswith(STAYING) for word in given)
+    finished = in_this_process(verb, given) if stays else forked(verb, given, ranks)
+    assert code in (None, finished.returncode), finished.stdout[-2000:] + finished.stderr[-4000:]
+    return finished
+
+
+def in_this_process(verb: str, given: list[str]) -> subprocess.CompletedProcess[str]:
     output, errors = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(errors):
         patch.setattr(log, "_said", set())
@@ -107,13 +115,12 @@ def run(verb: str, given: list[str], ranks: int = 1) -> subprocess.CompletedProc
 
 
 def forked(verb: str, given: list[str], ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    """The same in a process of its own, or in as many as there are ranks."""
+    """A command in a process of its own, or in as many as there are ranks."""
     return fork_server.run("ngpt_train", [verb, *given], ranks if ranks > 1 else None)
 
 
 def train(given: list[str], ranks: int = 1) -> None:
-    finished = run("train", given, ranks)
-    assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
+    run("train", given, ranks, code=0)
 
 
 def start(
@@ -122,8 +129,7 @@ def start(
     """A `train`, or a program of the test's in its place, that goes on beside the test in a session of its own; on
     several ranks under a torchrun."""
     launcher = ["tests.processes.torchrun", "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
-    named = [] if program[0].endswith(".py") else ["-m"]
-    return fork_server.Started([*([*launcher, *named] if ranks > 1 else []), *program, *given])
+    return fork_server.Started([*([*launcher, "-m"] if ranks > 1 else []), *program, *given])
 
 
 def children(process: fork_server.Started) -> list[int]:
@@ -132,14 +138,57 @@ def children(process: fork_server.Started) -> list[int]:
     return [int(pid) for pid in found.split()]
 
 
-def wait_for_step(directory: Path, step: int) -> None:
-    deadline = time.monotonic() + 300  # eight ranks on two slow cores take two minutes to begin
-    while time.monotonic() < deadline:
-        path = directory / "metrics.jsonl"
-        if path.exists() and any(f'"step": {n},' in path.read_text() for n in range(step, step + 50)):
-            return
+def wait_for(happened: Callable[[], object], seconds: float, otherwise: str = "it takes too long") -> None:
+    """Waits until something has happened."""
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, otherwise
         time.sleep(0.02)
-    raise AssertionError(f"{directory} did not reach step {step}")
+
+
+def has_step(directory: Path, step: int) -> bool:
+    """Whether a run has recorded a training step from `step` on."""
+    metrics = directory / "metrics.jsonl"
+    found = [record for _, record in json_lines(metrics)] if metrics.exists() else []
+    return any(x is not None and x["kind"] == "train" and x["step"] >= step for x in found)
+
+
+def wait_for_step(directory: Path, step: int) -> None:
+    # Eight ranks on two slow cores take two minutes to begin.
+    wait_for(lambda: has_step(directory, step), 300, f"{directory} did not reach step {step}")
+
+
+def starts(directory: Path) -> list[dict[str, Any]]:
+    """What run.json says of each start of a run."""
+    return json.loads((directory / "run.json").read_text())["starts"]
+
+
+def began_at(directory: Path) -> list[int]:
+    """The steps at which a run began and went on."""
+    return [start["step"] for start in starts(directory)]
+
+
+def end_of(directory: Path) -> dict[str, Any]:
+    """exit.json of a run."""
+    return json.loads((directory / "exit.json").read_text())
+
+
+def checkpoints(directory: Path) -> list[str]:
+    """The names of a run's complete checkpoints."""
+    return [path.name for path in list_checkpoints(directory / "checkpoints")]
+
+
+def contents(directory: Path) -> dict[Path, tuple[int, bytes]]:
+    """The files below a directory, with the times at which they were written."""
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in directory.rglob("*") if path.is_file()}
+
+
+def fill(disk: Path) -> Path:
+    """Takes all room of a disk; the file that has it."""
+    with contextlib.suppress(OSError), (disk / "filling").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    return disk / "filling"
 
 
 def records(directory: Path, kind: str = "train") -> dict[int, dict[str, Any]]:
@@ -151,9 +200,21 @@ def records(directory: Path, kind: str = "train") -> dict[int, dict[str, Any]]:
     return by_step
 
 
-def numbers(directory: Path) -> dict[int, tuple[float, float, float, int]]:
+Numbers = dict[int, tuple[float, float, float, int]]
+
+
+def numbers(directory: Path) -> Numbers:
     """What must not change between an interrupted and an uninterrupted run."""
     return {
         step: (record["loss"], record["grad_norm"], record["lr"], record["tokens"])
         for step, record in records(directory).items()
     }
+
+
+def assert_near(found: Numbers, expected: Numbers, rel: float) -> None:
+    """Losses within `rel`, norms within ten times that, rates and tokens the same."""
+    assert found.keys() == expected.keys()
+    for step, (loss, norm, *others) in found.items():
+        assert loss == pytest.approx(expected[step][0], rel=rel)
+        assert norm == pytest.approx(expected[step][1], rel=10 * rel)
+        assert others == [*expected[step][2:]]

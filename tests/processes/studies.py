@@ -1,13 +1,16 @@
 """Studies that are killed: their processes, and those of their runs."""
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ngpt_train.core.files import json_lines
 from tests.processes import fork_server
+from tests.processes.runs import wait_for
 
 SHARED = [
     *("scale=debug", "data=local", "data.val_fraction=0.2", "tokenizer=bytes", "train.micro_rows=2"),
@@ -37,16 +40,6 @@ def wait_until(process: subprocess.Popen[str], happened: Callable[[], bool], sec
         time.sleep(0.1)
 
 
-def has_step(run: Path, step: int) -> Callable[[], bool]:
-    """Whether a run has recorded a training step from `step` on."""
-
-    def found() -> bool:
-        lines = [record for _, record in json_lines(run / "metrics.jsonl")] if (run / "metrics.jsonl").exists() else []
-        return any(x is not None and x["kind"] == "train" and x["step"] >= step for x in lines)
-
-    return found
-
-
 def trainers(directory: Path, what: str = "train") -> Iterator[int]:
     """The processes that train below a directory: `train`, or another module with this name."""
     for entry in Path("/proc").iterdir():
@@ -59,8 +52,16 @@ def trainers(directory: Path, what: str = "train") -> Iterator[int]:
                 yield int(entry.name)
 
 
+@contextlib.contextmanager
+def paused(directory: Path) -> Iterator[None]:
+    """Inside, the processes that train below a directory are stopped."""
+    found = list(trainers(directory))
+    for pid in found:
+        os.kill(pid, signal.SIGSTOP)
+    yield
+    for pid in found:
+        os.kill(pid, signal.SIGCONT)
+
+
 def wait_for_no_trainer(directory: Path, what: str = "train") -> None:
-    deadline = time.monotonic() + 120
-    while list(trainers(directory, what)):
-        assert time.monotonic() < deadline, "a run goes on without its study"
-        time.sleep(0.1)
+    wait_for(lambda: not list(trainers(directory, what)), 120, "a run goes on without its study")

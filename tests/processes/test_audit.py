@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.runs import arguments, run, train, write_corpus
+from tests.processes.runs import arguments, contents, run, train, write_corpus
 from tests.processes.studies import begin, trainers, wait_for_no_trainer, wait_until
 
 pytestmark = pytest.mark.slow
@@ -29,21 +29,16 @@ def of(root: Path, *overrides: str) -> list[str]:
     return arguments(root, corpus, "train.steps=8", "eval.every=4", *overrides)
 
 
-def files(directory: Path) -> dict[str, tuple[bytes, int]]:
-    return {str(x): (x.read_bytes(), x.stat().st_mtime_ns) for x in directory.rglob("*") if x.is_file()}
-
-
 def test_an_honest_run_and_an_edited_one(trained: Path) -> None:
     """Caught: a resume that is not the run's own, other threads, a run that is written to; exit code 0 for an edit."""
     directory = trained / "runs/test"
-    before = files(directory)
-    finished = run("audit", [str(directory), "audit.windows=1", "audit.seed=0"])
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    before = contents(directory)
+    finished = run("audit", [str(directory), "audit.windows=1", "audit.seed=0"], code=0)
     assert "equal to the bit" in finished.stdout
     certificate = json.loads((directory / "audit.json").read_text())
     (window,) = certificate["windows"]
     assert (window["eval_records"], window["train_records"], window["checkpoint"]) == (2, 4, True)
-    assert {x: y for x, y in files(directory).items() if not x.endswith("audit.json")} == before
+    assert {path: x for path, x in contents(directory).items() if path.name != "audit.json"} == before
 
     edited = trained / "edited"
     shutil.copytree(directory, edited)
@@ -55,8 +50,7 @@ def test_an_honest_run_and_an_edited_one(trained: Path) -> None:
     assert digit != lines[number]
     (edited / "metrics.jsonl").write_text("".join([*lines[:number], digit, *lines[number + 1 :]]))
     out = trained / "certificate.json"
-    finished = run("audit", [str(edited), "audit.windows=1", "audit.seed=0", f"audit.out={out}"])
-    assert finished.returncode == 3, finished.stdout + finished.stderr
+    finished = run("audit", [str(edited), "audit.windows=1", "audit.seed=0", f"audit.out={out}"], code=3)
     assert f"the train record of step {begin + 2} says grad_norm" in finished.stdout
     assert [x["field"] for x in json.loads(out.read_text())["found"]][-1] == "grad_norm"
 
@@ -77,17 +71,15 @@ def test_a_killed_audit_trains_no_further(trained: Path, tmp_path: Path) -> None
 def test_a_run_that_diverged(tmp_path: Path) -> None:
     """Caught: an accusation because training again diverges too."""
     given = of(tmp_path, "model=gpt", "run.name=test", "train.steps=30", "optim.lr=1000", "optim.clip_norm=null")
-    assert run("train", given).returncode == 4
-    finished = run("audit", [str(tmp_path / "runs/test")])
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    run("train", given, code=4)
+    run("audit", [str(tmp_path / "runs/test")], code=0)
 
 
 def test_other_data(tmp_path: Path) -> None:
     """From step 0 and from a checkpoint."""
     train(of(tmp_path, "run.name=test"))
     write_corpus(tmp_path / "text.jsonl", seed=1)
-    finished = run("audit", [str(tmp_path / "runs/test")])
-    assert finished.returncode == 3, finished.stdout + finished.stderr
+    finished = run("audit", [str(tmp_path / "runs/test")], code=3)
     assert "run.json says data_fingerprint" in finished.stdout
     assert "cannot be trained again: run.name=again: the data is not what this run was trained on" in finished.stdout
 
@@ -97,13 +89,11 @@ def test_a_run_of_several_ranks_that_was_resumed(tmp_path: Path) -> None:
     given = of(tmp_path, "run.name=test", "parallel=ddp", "checkpoint.every=0")
     train([*given, "train.stop_at=3"], ranks=2)
     train(given, ranks=2)
-    finished = run("audit", [str(tmp_path / "runs/test")])
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    finished = run("audit", [str(tmp_path / "runs/test")], code=0)
     assert "8 of 8 steps were trained again in 2 windows" in finished.stdout
 
 
 def test_options_that_keep_state(tmp_path: Path) -> None:
     keep_state = ("tokenizer=sentencepiece", "tokenizer.vocab_size=300", "guards.rollback=true", "optim.ema_decay=0.9")
     train(of(tmp_path, "run.name=test", *keep_state, "checkpoint.keep_last=1"))
-    finished = run("audit", [str(tmp_path / "runs/test")])
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    run("audit", [str(tmp_path / "runs/test")], code=0)

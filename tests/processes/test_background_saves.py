@@ -1,6 +1,5 @@
 """Checkpoints that are written beside training: killed, failing or slow at each point of a save."""
 
-import json
 import re
 import signal
 from pathlib import Path
@@ -12,19 +11,10 @@ from ngpt_train.training.checkpoint import list_checkpoints
 from ngpt_train.training.checkpoint.catalogue import verify
 from ngpt_train.training.hooks.stopping import MOST_STEPS
 from tests.processes import fork_server
-from tests.processes.runs import arguments, numbers, start, train, wait_for_step
+from tests.processes.runs import arguments, began_at, checkpoints, end_of, numbers, start, train, wait_for_step
 from tests.processes.save_worker import POINTS
 
 RANKS = 2
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    directory = tmp_path_factory.mktemp("undisturbed")
-    train(arguments(directory, corpus))
-    losses = [loss for loss, *_ in numbers(directory / "runs/test").values()]
-    assert losses[-1] < 0.95 * losses[0]
-    return directory / "runs/test"
 
 
 def started(given: list[str], *fault: str, ranks: int = 1, restarts: int = 0) -> fork_server.Started:
@@ -42,18 +32,18 @@ def check_all_complete(directory: Path) -> None:
         verify(path, World(0, 1, 0, None))  # type: ignore[arg-type]
 
 
-def test_killed_in_a_save(tmp_path: Path, corpus: Path, undisturbed: Path) -> None:
+def test_killed_in_a_save(tmp_path: Path, corpus: Path, uninterrupted: Path) -> None:
     """At every point: with two ranks, below. Caught: half a checkpoint under a good name."""
     given = arguments(tmp_path, corpus, "checkpoint.keep_last=1", "checkpoint.async=true")
     directory = tmp_path / "runs/test"
     process = started(given, "kill", "writing", "8", "0")
     output = output_of(process)
     assert process.returncode == -signal.SIGKILL, output
-    assert [path.name for path in list_checkpoints(directory / "checkpoints")] == ["step_00000004"]
+    assert checkpoints(directory) == ["step_00000004"]
     check_all_complete(directory)
     train(given)
-    assert numbers(directory) == numbers(undisturbed)
-    assert [path.name for path in list_checkpoints(directory / "checkpoints")] == ["step_00000012"]
+    assert numbers(directory) == numbers(uninterrupted)
+    assert checkpoints(directory) == ["step_00000012"]
     assert not list((directory / "checkpoints").glob(".*")), "what the kill has left is gone"
 
 
@@ -80,10 +70,9 @@ def test_a_rank_killed_in_a_save(tmp_path: Path, corpus: Path, undisturbed_by_tw
     output = output_of(process)
     assert process.returncode == 0, output[-4000:]
     directory = tmp_path / "killed/runs/test"
-    starts = json.loads((directory / "run.json").read_text())["starts"]
-    assert [start["step"] for start in starts] == [0, 8 if point in ("after-rename", "pruning") else 4]
+    assert began_at(directory) == [0, 8 if point in ("after-rename", "pruning") else 4]
     assert numbers(directory) == numbers(undisturbed_by_two)
-    assert [path.name for path in list_checkpoints(directory / "checkpoints")] == ["step_00000012"]
+    assert checkpoints(directory) == ["step_00000012"]
     assert not list((directory / "checkpoints").glob(".*")), "what the kill has left is gone"
     check_all_complete(directory)
 
@@ -105,7 +94,7 @@ def test_a_failed_save_is_tried_again(tmp_path: Path, corpus: Path) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", ["true", pytest.param("false", marks=pytest.mark.slow)])
-def test_three_failures_are_an_alarm(tmp_path: Path, corpus: Path, undisturbed: Path, asynchronous: str) -> None:
+def test_three_failures_are_an_alarm(tmp_path: Path, corpus: Path, uninterrupted: Path, asynchronous: str) -> None:
     given = arguments(tmp_path, corpus, f"checkpoint.async={asynchronous}")
     process = started(given, "fail", "checksummed", "all", "0")
     output = output_of(process)
@@ -114,13 +103,13 @@ def test_three_failures_are_an_alarm(tmp_path: Path, corpus: Path, undisturbed: 
     assert output.count("It is tried again.") == 2, "the last step's"
     assert "saved" not in output.replace("unsaved steps", "")
     directory = tmp_path / "runs/test"
-    assert numbers(directory) == numbers(undisturbed), "it trains on to its end"
-    assert json.loads((directory / "exit.json").read_text())["code"] == 3
+    assert numbers(directory) == numbers(uninterrupted), "it trains on to its end"
+    assert end_of(directory)["code"] == 3
     assert list((directory / "checkpoints").iterdir()) == []
 
 
 @pytest.mark.slow
-def test_one_save_at_a_time(tmp_path: Path, corpus: Path, undisturbed: Path) -> None:
+def test_one_save_at_a_time(tmp_path: Path, corpus: Path, uninterrupted: Path) -> None:
     """Each write takes two seconds, a step far less. Caught: saves that overtake each other or share their buffers, a
     save that is left out, a copy that training changes."""
     options = ("checkpoint.every=3", "checkpoint.keep_last=9", "checkpoint.async=true")
@@ -132,7 +121,7 @@ def test_one_save_at_a_time(tmp_path: Path, corpus: Path, undisturbed: Path) -> 
     )
     assert waits == [("3", "6"), ("6", "9")], output
     assert re.findall(r"saved \S+/step_(\d+)", output) == [f"{step:08d}" for step in (3, 6, 9, 12)]
-    assert numbers(tmp_path / "slow/runs/test") == numbers(undisturbed)
+    assert numbers(tmp_path / "slow/runs/test") == numbers(uninterrupted)
     kept = [tmp_path / name / "runs/test/checkpoints" for name in ("slow", "quick")]
     for path in list_checkpoints(kept[0]):
         tensors = [next(directory.joinpath(path.name).glob("*.safetensors")).read_bytes() for directory in kept]
@@ -150,12 +139,9 @@ def test_a_stop_waits_for_the_save_under_way(tmp_path: Path, corpus: Path) -> No
     process.send_signal(signal.SIGTERM)
     output = output_of(process)
     directory = tmp_path / "runs/test"
-    end = json.loads((directory / "exit.json").read_text())
+    end = end_of(directory)
     assert end["code"] == 0, output[-4000:]
-    assert [path.name for path in list_checkpoints(directory / "checkpoints")][::] == [
-        "step_00000004",
-        f"step_{end['step']:08d}",
-    ]
+    assert checkpoints(directory) == ["step_00000004", f"step_{end['step']:08d}"]
     assert "hung" not in output
     check_all_complete(directory)
 
@@ -169,11 +155,10 @@ def test_torchrun_killed_while_a_save_is_written(tmp_path: Path, corpus: Path) -
     wait_for_step(directory, 5)
     process.kill()
     output_of(process)  # until the ranks have closed it
-    end = json.loads((directory / "exit.json").read_text())
+    end = end_of(directory)
     assert (end["code"], end["reason"]) == (0, "stopped by SIGTERM")
-    names = [path.name for path in list_checkpoints(directory / "checkpoints")]
-    assert names[0] == "step_00000004"
-    assert names[-1] == f"step_{end['step']:08d}"
+    first, *_, last = checkpoints(directory)
+    assert (first, last) == ("step_00000004", f"step_{end['step']:08d}")
     check_all_complete(directory)
 
 

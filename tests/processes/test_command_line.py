@@ -98,15 +98,18 @@ def test_help_of_a_verb_shows_every_group(verb: str, capsys: pytest.CaptureFixtu
     assert "[gpt] gpt_encoder_decoder ngpt" in text
 
 
-def test_help_into_a_closed_pipe() -> None:
-    with subprocess.Popen(
-        [*COMMANDS["module"], "train", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as job:
+def unread(command: list[str], **variables: str) -> int:
+    """The exit code of a command whose output nobody reads, and which says nothing of it."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | variables) as job:
         assert job.stdout
         assert job.stderr
         job.stdout.close()
         assert job.stderr.read() == b""
-    assert job.returncode == 0
+    return job.returncode
+
+
+def test_help_into_a_closed_pipe() -> None:
+    assert unread([*COMMANDS["module"], "train", "--help"]) == 0
 
 
 @pytest.mark.parametrize("unbuffered", ["1", ""], ids=["while it prints", "at its end"])
@@ -121,15 +124,7 @@ sys.modules["ngpt_train.verbs.plan"] = types.SimpleNamespace(main=main)
 from ngpt_train import __main__
 __main__.run()
 """
-    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
-    with subprocess.Popen(
-        [sys.executable, "-c", code, *PLAN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
-    ) as job:
-        assert job.stdout
-        assert job.stderr
-        job.stdout.close()
-        assert job.stderr.read() == b""
-    assert job.returncode == 128 + signal.SIGPIPE
+    assert unread([sys.executable, "-c", code, *PLAN], PYTHONUNBUFFERED=unbuffered) == 128 + signal.SIGPIPE
 
 
 def test_a_broken_pipe_that_is_not_the_output_is_a_fault() -> None:

@@ -1,9 +1,11 @@
 """What ranks tell each other in a step, call by call: nothing to project, and no gradient twice."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks.communication import Collectives
 from ngpt_train.models.layers.linear import FusedLinear
@@ -42,15 +44,25 @@ def take_step(state: TrainState, n_micro_batches: int) -> float:
     return train_step(state, list(zip(*mine, strict=True))).loss.item()
 
 
-def of_the_update(name: str, parallel: str, kernels: str) -> dict[str, Any]:
-    """Collectives of the optimizer's step and the projection, after gradients that push rows off the sphere."""
-    state = state_of(name, parallel, f"kernels.kind={kernels}")
-    assert isinstance(state.optimizer, RowAdam) == (kernels == "triton")
+def collectives_of_the_update(state: TrainState) -> Collectives:
+    """Those of the optimizer's step and the projection, after gradients that push rows off the sphere."""
     for parameter in state.model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    counter = Collectives()
-    with counter:
+    with Collectives() as counter:
         update_weights_(state, torch.tensor(1.0), torch.tensor(False), lr=0.5)
+    return counter
+
+
+def filled_up(matrices: Iterable[Tensor], ranks: int) -> int:
+    """The bytes of matrices, whose rows FSDP2 fills up to equal shards."""
+    shards = min(2, ranks)
+    return sum(4 * -(-len(matrix) // shards) * shards * matrix.shape[1] for matrix in matrices)
+
+
+def of_the_update(name: str, parallel: str, kernels: str) -> dict[str, Any]:
+    state = state_of(name, parallel, f"kernels.kind={kernels}")
+    assert isinstance(state.optimizer, RowAdam) == (kernels == "triton")
+    counter = collectives_of_the_update(state)
     matrices = [parameter.detach() for parameter in state.model.parameters() if parameter.ndim == 2]
     rows = torch.cat([local_rows(matrix).norm(dim=1) for matrix in matrices])
     return {"collectives": len(counter.found), "off_sphere": (rows - 1).abs().max().item()}
@@ -60,19 +72,16 @@ def of_whole_steps(parallel: str, options: list[str], n_micro_batches: int) -> d
     """Three steps; collectives of the third, so that those before have changed between one micro batch and more."""
     state = state_of("ngpt", parallel, *options)
     losses = [take_step(state, 1), take_step(state, n_micro_batches)]
-    counter = Collectives()
-    with counter:
+    with Collectives() as counter:
         losses.append(take_step(state, n_micro_batches))
     calls = {f"{x.kind} of {x.ranks}": [x.calls, x.bytes] for x in counter.by_kind()}
     matrices = [parameter for parameter in state.model.parameters() if parameter.ndim == 2]
-    shards = min(2, state.world.size)  # FSDP2 fills the last one up
-    of_matrices = sum(4 * -(-len(matrix) // shards) * shards * matrix.shape[1] for matrix in matrices)
     of_vectors = sum(4 * parameter.numel() for parameter in state.model.parameters() if parameter.ndim < 2)
     return {
         "calls": calls,
         "losses": losses,
         "blocks": len(state.model.blocks()),
-        "of matrices": of_matrices,
+        "of matrices": filled_up(matrices, state.world.size),
         "of vectors": of_vectors,
         "of parameters": 4 * state.model.n_params(),
     }
@@ -81,18 +90,12 @@ def of_whole_steps(parallel: str, options: list[str], n_micro_batches: int) -> d
 def of_a_matrix_step(name: str, parallel: str) -> dict[str, Any]:
     """Collectives of the optimizer's step, and the bytes of the blocks' matrices, filled up."""
     state = state_of("gpt", parallel, f"optim.name={name}")
-    for parameter in state.model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    counter = Collectives()
-    with counter:
-        update_weights_(state, torch.tensor(1.0), torch.tensor(False), lr=0.5)
+    counter = collectives_of_the_update(state)
     matrices = [parameter for block in state.model.blocks() for parameter in block.parameters() if parameter.ndim == 2]
-    shards = min(2, state.world.size)
-    bytes_of_matrices = sum(4 * -(-len(matrix) // shards) * shards * matrix.shape[1] for matrix in matrices)
     named = sum(len(module.rows) for module in state.model.modules() if isinstance(module, FusedLinear))
     calls = {x.kind: [x.ranks, x.calls, x.bytes] for x in counter.by_kind()}
     shapes = len({matrix.shape for matrix in matrices})
-    return {"calls": calls, "shapes": shapes, "bytes": bytes_of_matrices, "named": named}
+    return {"calls": calls, "shapes": shapes, "bytes": filled_up(matrices, state.world.size), "named": named}
 
 
 def of_all(parallel: str) -> dict[str, Any]:

@@ -33,8 +33,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_compiler")
 def test_a_machine_where_a_run_would_work(tmp_path: Path, corpus: Path) -> None:
     """Caught: an exit code other than 0 for warnings; a layout whose losses differ; files that are left behind."""
-    finished = run("doctor", given(tmp_path, corpus))
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    finished = run("doctor", given(tmp_path, corpus), code=0)
     assert finished.stdout.splitlines()[0].startswith("check                verdict  found")
     assert "A run would work here: 0 wrong, " in finished.stdout
     report = json.loads((tmp_path / "doctor.json").read_text())
@@ -57,8 +56,7 @@ def test_five_faults(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPat
         "run.root=/proc/runs", "model.vocab_size=100", "logging.wandb.mode=online", "data.path=/no/text.jsonl",
         "data.cache=/proc/cache",
     ]  # fmt: skip
-    finished = run("doctor", given(tmp_path, corpus, *faults))
-    assert finished.returncode == 2, finished.stdout + finished.stderr
+    finished = run("doctor", given(tmp_path, corpus, *faults), code=2)
     assert "Traceback" not in finished.stdout + finished.stderr
     assert "hunter2" not in finished.stdout + (tmp_path / "doctor.json").read_text()
     report = json.loads((tmp_path / "doctor.json").read_text())
@@ -72,8 +70,7 @@ def test_five_faults(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPat
 def test_a_mistake_in_the_config_is_said_as_train_says_it(tmp_path: Path, corpus: Path) -> None:
     """Caught: a config of one rank is checked, and not that of torchrun's."""
     for mistake, ranks in (("train.stop_at=99", 1), ("train.batch_rows=5", 2)):
-        said = [run(verb, arguments(tmp_path, corpus, mistake), ranks) for verb in ("train", "doctor")]
-        assert [finished.returncode for finished in said] == [2, 2]
+        said = [run(verb, arguments(tmp_path, corpus, mistake), ranks, code=2) for verb in ("train", "doctor")]
         assert said[0].stderr == said[1].stderr != ""
 
 

@@ -1,8 +1,7 @@
-"""Lines of docs/faults.md: signals and limits on several ranks, slow preparations, disks, clocks."""
+"""Lines of docs/faults.md: signals to several ranks, slow checks, disks, clocks."""
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -16,27 +15,15 @@ from typing import Any
 
 import pytest
 
-from tests.processes import fork_server
-from tests.processes.runs import (
-    arguments,
-    children,
-    numbers,
-    records,
-    run,
-    start,
-    train,
-    wait_for_step,
-    write_corpus,
-    write_parquet_shards,
-)
+from tests.processes import fork_server, runs
 from tests.processes.test_streaming import STREAMED, data_hashes, workers_of
 
 pytestmark = pytest.mark.slow
 
 
-def faulty(fault: str, given: list[str], restarts: int = 0) -> fork_server.Started:
+def faulty(fault: str, given: list[str]) -> fork_server.Started:
     """A run of two ranks with a fault of faulty.py."""
-    return start(given, 2, restarts, ("tests.processes.faulty", fault, "train"))
+    return runs.start(given, 2, program=("tests.processes.faulty", fault, "train"))
 
 
 @pytest.mark.parametrize(
@@ -46,40 +33,33 @@ def test_signals_to_torchrun_or_a_rank(tmp_path: Path, corpus: Path, number: sig
     """All ranks stop after the same step and save."""
     if signal.getsignal(number) == signal.SIG_IGN:
         pytest.skip(f"{number.name} is ignored here, as under nohup")
-    given = arguments(tmp_path, corpus, "train.steps=100000", "checkpoint.every=0")
-    process = start(given, ranks=2)
+    given = runs.arguments(tmp_path, corpus, "train.steps=100000", "checkpoint.every=0")
+    process = runs.start(given, ranks=2)
     directory = tmp_path / "runs/test"
-    wait_for_step(directory, 3)
-    os.kill(process.pid if to == "torchrun" else children(process)[1], number)
+    runs.wait_for_step(directory, 3)
+    os.kill(process.pid if to == "torchrun" else runs.children(process)[1], number)
     output = process.communicate(timeout=120)[0]
-    ended = json.loads((directory / "exit.json").read_text())
+    ended = runs.end_of(directory)
     # torchrun forwards its signal as SIGTERM or as it is.
     assert (ended["code"], ended["reason"].split(" by ")[0]) == (0, "stopped"), ended
     assert f"saved at step {ended['step']}" in output
-    assert max(records(directory)) == ended["step"]
+    assert max(runs.records(directory)) == ended["step"]
     if to == "a rank":
         assert process.returncode == 0, output[-3000:]
 
 
-def test_the_time_limit_of_several_ranks(tmp_path: Path, corpus: Path) -> None:
-    train(arguments(tmp_path, corpus, "train.steps=100000", "run.max_time=0.0005", "checkpoint.every=0"), ranks=2)
-    ended = json.loads((tmp_path / "runs/test/exit.json").read_text())
-    assert (ended["code"], ended["reason"]) == (0, "stopped by run.max_time")
-    assert (tmp_path / f"runs/test/checkpoints/step_{ended['step']:08d}/MANIFEST.json").is_file()
-
-
 def test_a_stop_while_one_of_several_ranks_waits_for_rows(tmp_path: Path) -> None:
     """It cannot save, since the others wait inside the step; it ends soon, and nothing is lost afterwards."""
-    text = write_parquet_shards(tmp_path / "text", (90, 13, 200, 41, 77))
+    text = runs.write_parquet_shards(tmp_path / "text", (90, 13, 200, 41, 77))
     options = [*STREAMED, "train.steps=100000", "data.workers=1", "checkpoint.every=5"]
-    given = arguments(tmp_path / "parts", text, *options)
-    process = start(given, ranks=2)
+    given = runs.arguments(tmp_path / "parts", text, *options)
+    process = runs.start(given, ranks=2)
     directory = tmp_path / "parts/runs/test"
-    wait_for_step(directory, 6)
+    runs.wait_for_step(directory, 6)
     stopped = workers_of(process)[0]
     os.kill(stopped, signal.SIGSTOP)
     steps = -1
-    while (now := max(records(directory))) > steps:  # until the blocks that it had sent are used up
+    while (now := max(runs.records(directory))) > steps:  # until the blocks that it had sent are used up
         steps = now
         time.sleep(4)
     process.terminate()
@@ -87,92 +67,65 @@ def test_a_stop_while_one_of_several_ranks_waits_for_rows(tmp_path: Path) -> Non
     with contextlib.suppress(ProcessLookupError):
         os.kill(stopped, signal.SIGKILL)
     assert re.search(r"stopped by SIGTERM, while rank \d waited for rows; the same command goes on", output), output
-    assert json.loads((directory / "exit.json").read_text())["code"] == 1
+    assert runs.end_of(directory)["code"] == 1
     until = f"train.stop_at={steps + 5}"
-    train([*given, until], ranks=2)
-    train([*arguments(tmp_path / "whole", text, *options), until], ranks=2)
+    runs.train([*given, until], ranks=2)
+    runs.train([*runs.arguments(tmp_path / "whole", text, *options), until], ranks=2)
     assert data_hashes(directory) == data_hashes(tmp_path / "whole/runs/test")
-    assert numbers(directory) == numbers(tmp_path / "whole/runs/test")
-
-
-def test_a_preparation_that_is_slower_than_the_timeout(tmp_path: Path, corpus: Path) -> None:
-    """Caught: a collective that waits for a preparation of text."""
-    process = faulty("slow_preparation", arguments(tmp_path, corpus, "parallel.timeout=30"))
-    output = process.communicate()[0]
-    assert process.returncode == 0, output[-3000:]
-    assert "slow open_dataset" in output
-    assert sorted(numbers(tmp_path / "runs/test")) == list(range(1, 13))
+    assert runs.numbers(directory) == runs.numbers(tmp_path / "whole/runs/test")
 
 
 def test_a_check_that_is_slower_than_the_timeout(tmp_path: Path, corpus: Path) -> None:
     """Caught: a collective that waits for a rank which compares a checkpoint's files with their checksums."""
-    train(arguments(tmp_path, corpus, "train.stop_at=4"), ranks=2)
-    process = faulty("slow_check", arguments(tmp_path, corpus, "parallel.timeout=30"))
+    runs.train(runs.arguments(tmp_path, corpus, "train.stop_at=4"), ranks=2)
+    process = faulty("slow_check", runs.arguments(tmp_path, corpus, "parallel.timeout=30"))
     output = process.communicate()[0]
     assert process.returncode == 0, output[-3000:]
     assert output.count("slow differences") == 1
-    assert sorted(numbers(tmp_path / "runs/test")) == list(range(1, 13))
+    assert sorted(runs.numbers(tmp_path / "runs/test")) == list(range(1, 13))
 
 
 def test_a_rank_that_runs_out_of_data(tmp_path: Path) -> None:
     """Six documents for eight streams, one of which finds none in three epochs: the rank whose row it is says so, and
     the other does not wait for it. Caught: a wait until parallel.timeout; an end that names the lost connection."""
-    corpus = write_corpus(tmp_path / "few.jsonl", 6)
+    corpus = runs.write_corpus(tmp_path / "few.jsonl", 6)
     few = ["data.streaming=true", "data.streams=8", "data.val_fraction=0.4", "eval.rows=1", "parallel=ddp"]
-    process = start(arguments(tmp_path, corpus, *few, "train.micro_rows=1"), ranks=2)
+    process = runs.start(runs.arguments(tmp_path, corpus, *few, "train.micro_rows=1"), ranks=2)
     output = process.communicate(timeout=90)[0]
-    ended = json.loads((tmp_path / "runs/test/exit.json").read_text())
+    ended = runs.end_of(tmp_path / "runs/test")
     assert (ended["code"], ended["rank"]) == (3, 0)
     assert ended["reason"].startswith("DataError: data.streams=8: in 3 epochs there is no document for stream")
     assert "error: data.streams=8: in 3 epochs there is no document for stream" in output
     assert re.search(r"rank +: 0 .*\n +exitcode +: 3", output.partition("Root Cause")[2]), output
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of 16 MB."""
-    where = tmp_path / "disk"
-    where.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(where)], capture_output=True, check=False
-    )
-    if made.returncode:
-        pytest.skip(f"mounting a disk is not allowed here: {made.stderr.decode().strip()}")
-    yield where
-    subprocess.run(["umount", "--lazy", str(where)], check=True)
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Any:
     """Losses, norms, rates and tokens of 30 steps of two ranks."""
     directory = tmp_path_factory.mktemp("undisturbed")
-    train(arguments(directory, corpus, "train.steps=30"), ranks=2)
-    return numbers(directory / "runs/test")
+    runs.train(runs.arguments(directory, corpus, "train.steps=30"), ranks=2)
+    return runs.numbers(directory / "runs/test")
 
 
 def test_a_disk_that_fills_up(tmp_path: Path, corpus: Path, disk: Path, undisturbed: Any) -> None:
     """Checkpoints are not written, the end says so with code 3, and the same command goes on when there is room."""
-    given = arguments(tmp_path, corpus, f"run.root={disk}", "train.steps=30")
+    given = runs.arguments(tmp_path, corpus, f"run.root={disk}", "train.steps=30")
     process = faulty("paced", given)
-    wait_for_step(disk / "test", 6)
-    filling = disk / "filling"
-    with contextlib.suppress(OSError), filling.open("wb") as file:
-        while True:
-            file.write(bytes(4096))
-            file.flush()
+    runs.wait_for_step(disk / "test", 6)
+    filling = runs.fill(disk)
     output = process.communicate(timeout=120)[0]
     filling.unlink()
     assert re.search(r"MB are missing\. Training goes on; the next attempt follows step \d+", output), output
     assert "alarm: 3 saves in a row have failed" in output, output
     assert re.search(r"error: The checkpoint .* could not be written: .* MB are missing", output), output
     assert re.search(r"exitcode +: 3", output), output
-    train(given, ranks=2)
-    assert numbers(disk / "test") == undisturbed
+    runs.train(given, ranks=2)
+    assert runs.numbers(disk / "test") == undisturbed
 
 
 def test_a_read_only_disk_at_the_start(tmp_path: Path, corpus: Path, disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    finished = run("train", arguments(tmp_path, corpus, f"run.root={disk}"), ranks=2)
+    finished = runs.run("train", runs.arguments(tmp_path, corpus, f"run.root={disk}"), ranks=2)
     assert finished.returncode in (2, 3), finished.stderr
     assert "Traceback" not in finished.stderr
     assert str(disk) in finished.stderr
@@ -226,9 +179,9 @@ def test_a_disk_that_fails_meanwhile(
     """The run trains on to its end, which is code 3; on the mended disk the same command goes on. Caught: a traceback,
     a hang, a rank that goes on alone, a checkpoint that is taken although it is not whole."""
     where, trigger = failing_disk
-    given = arguments(tmp_path, corpus, f"run.root={where / 'runs'}", "train.steps=30")
+    given = runs.arguments(tmp_path, corpus, f"run.root={where / 'runs'}", "train.steps=30")
     process = faulty("paced", given)
-    wait_for_step(where / "runs/test", 6)
+    runs.wait_for_step(where / "runs/test", 6)
     os.sync()
     fail(where, trigger)
     output = process.communicate(timeout=120)[0]
@@ -241,17 +194,17 @@ def test_a_disk_that_fails_meanwhile(
     mended = shutil.copy(tmp_path / "image", tmp_path / "mended")
     subprocess.run(["fsck.ext4", "-p", "-f", str(mended)], check=False, capture_output=True)
     subprocess.run(["mount", "-o", "loop", str(mended), str(where)], check=True)
-    train(given, ranks=2)
-    assert numbers(where / "runs/test") == undisturbed
+    runs.train(given, ranks=2)
+    assert runs.numbers(where / "runs/test") == undisturbed
 
 
 def test_a_clock_that_jumps(tmp_path: Path, corpus: Path) -> None:
     """Caught: a time of the wall clock where a duration is meant."""
     options = ["train.steps=16", "parallel.hang_seconds=5", "run.max_time=1", "data.streaming=true"]
-    process = faulty("jumping", arguments(tmp_path / "jumping", corpus, *options))
+    process = faulty("jumping", runs.arguments(tmp_path / "jumping", corpus, *options))
     output = process.communicate()[0]
     assert process.returncode == 0, output[-3000:]
     assert "hung" not in output
-    train(arguments(tmp_path / "even", corpus, *options), ranks=2)
-    assert numbers(tmp_path / "jumping/runs/test") == numbers(tmp_path / "even/runs/test")
-    assert all(0 < record["train_seconds"] < 1000 for record in records(tmp_path / "jumping/runs/test").values())
+    runs.train(runs.arguments(tmp_path / "even", corpus, *options), ranks=2)
+    assert runs.numbers(tmp_path / "jumping/runs/test") == runs.numbers(tmp_path / "even/runs/test")
+    assert all(0 < record["train_seconds"] < 1000 for record in runs.records(tmp_path / "jumping/runs/test").values())

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from ngpt_train.__main__ import main
 from ngpt_train.core.errors import DataError
 from ngpt_train.training.checkpoint.catalogue import read_manifest, read_progress
-from tests.processes.runs import arguments, numbers, run, train
+from tests.processes.runs import arguments, numbers, run, starts, train
 
 TENSORS = "shard-00001-model-00001-of-00001.safetensors"
 
@@ -75,13 +75,12 @@ def test_an_older_checkpoint_takes_the_place_of_a_damaged_one(
     that is deleted; a cut file or a missing one, that is not noticed or ends in a traceback."""
     damage(checkpoint(directory) / name)
     before = numbers(directory / "runs/test")
-    finished = run("train", given(directory, corpus))
-    assert finished.returncode == 0, finished.stderr
+    finished = run("train", given(directory, corpus), code=0)
     assert f"goes on from {checkpoint(directory, 4)}" in finished.stderr
     assert "is damaged" in finished.stderr or "missing or damaged" in finished.stderr
     kept = directory / "runs/test/checkpoints/damaged-step_00000006"
     assert (kept / TENSORS).is_file() == (damage is not Path.unlink)
-    start = json.loads((directory / "runs/test/run.json").read_text())["starts"][-1]
+    start = starts(directory / "runs/test")[-1]
     assert start["step"] == 4
     assert list(start["damaged"]) == ["step_00000006"]
     assert name in start["damaged"]["step_00000006"]
@@ -96,9 +95,8 @@ def test_swapped_checkpoints_are_passed_over(directory: Path, corpus: Path) -> N
     checkpoint(directory, 4).rename(checkpoint(directory, 6))
     (directory / "between").rename(checkpoint(directory, 4))
     before = numbers(directory / "runs/test")
-    finished = run("train", given(directory, corpus))
-    assert finished.returncode == 0, finished.stderr
-    start = json.loads((directory / "runs/test/run.json").read_text())["starts"][-1]
+    train(given(directory, corpus))
+    start = starts(directory / "runs/test")[-1]
     assert start["step"] == 2
     assert sorted(start["damaged"]) == ["step_00000004", "step_00000006"]
     after = numbers(directory / "runs/test")

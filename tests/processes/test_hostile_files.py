@@ -23,7 +23,7 @@ from ngpt_train.data.dataset import StoredNumbers
 from ngpt_train.data.sources import readers
 from ngpt_train.data.sources.readers import read_file
 from tests.processes import fork_server
-from tests.processes.runs import arguments, forked, train
+from tests.processes.runs import arguments, forked
 from tests.processes.test_hostile_checkpoints import TENSORS, sign
 
 STEP = "runs/test/checkpoints/step_00000004"
@@ -33,21 +33,6 @@ ALIASES = "a: &a [1,1,1]\n" + "".join(
 MERGES = "a: &a {x: 1}\n" + "".join(
     f"{b}: &{b} {{<<: [{','.join(30 * [f'*{a}'])}]}}\n" for a, b in zip("abcde", "bcdef", strict=True)
 )
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """A run of four steps."""
-    directory = tmp_path_factory.mktemp("files")
-    train(arguments(directory, corpus, "train.steps=4"))
-    shutil.rmtree(directory / "cache")
-    return directory
-
-
-@pytest.fixture
-def directory(made: Path, tmp_path: Path) -> Path:
-    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
-    return tmp_path
 
 
 def refused(capsys: pytest.CaptureFixture[str], code: int, *command: str) -> str:
@@ -322,10 +307,7 @@ def test_names_and_values_without_end(
 @pytest.mark.parametrize(
     ("variables", "problem"),
     [
-        ("WORLD_SIZE=abc", "WORLD_SIZE=abc: the environment has it, and it is no number"),
-        ("LOCAL_RANK=x", "LOCAL_RANK=x: the environment has it"),
-        ("LOCAL_RANK=-3", "LOCAL_RANK=-3: the environment has it"),
-        ("WORLD_SIZE=1 RANK=0 GROUP_WORLD_SIZE=x", "GROUP_WORLD_SIZE=x: the environment has it"),
+        ("LOCAL_RANK=-3", "LOCAL_RANK=-3: the environment has it, and it is no number"),
         ("WORLD_SIZE=99999999999 RANK=0", "WORLD_SIZE=99999999999: the environment has it"),
         ("WORLD_SIZE=1 RANK=0", "no address and port"),
         ("WORLD_SIZE=1 RANK=0 MASTER_ADDR=localhost MASTER_PORT=abc", "MASTER_PORT=abc in the environment"),
@@ -350,7 +332,6 @@ def test_hostile_environment(
     "override",
     [
         "run.name=${oc.env:SECRET}",
-        "train.steps=${oc.env:SECRET}",
         "train.steps=${oc.env:${oc.env:SECRET}}",
         "model.context=${oc.decode:${oc.env:SECRET}}",
     ],

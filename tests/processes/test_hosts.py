@@ -1,6 +1,5 @@
 """Several hosts: a link that is slow or cut, a host that dies, a head that moves. No step is lost or repeated."""
 
-import json
 import os
 import re
 import time
@@ -12,7 +11,7 @@ import pytest
 
 from tests.processes import fork_server
 from tests.processes.hosts import Host, hosts, torchrun
-from tests.processes.runs import arguments, children, numbers, train, wait_for_step
+from tests.processes.runs import Numbers, arguments, children, end_of, numbers, starts, train, wait_for, wait_for_step
 
 pytestmark = pytest.mark.slow
 
@@ -57,15 +56,12 @@ class Job:
         return found[0]
 
     def starts(self) -> list[dict[str, Any]]:
-        return json.loads((self.directory / "run.json").read_text())["starts"]
+        return starts(self.directory)
 
     def end(self) -> dict[str, Any]:
         """exit.json, which a rank writes a moment after it has printed why it ends."""
-        deadline = time.monotonic() + 3 * SECONDS
-        while not (path := self.directory / "exit.json").exists():
-            assert time.monotonic() < deadline, "no exit.json"
-            time.sleep(0.1)
-        return json.loads(path.read_text())
+        wait_for((self.directory / "exit.json").exists, 3 * SECONDS, "no exit.json")
+        return end_of(self.directory)
 
 
 @pytest.fixture
@@ -75,7 +71,7 @@ def machines(tmp_path: Path) -> Iterator[list[Host]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[int, tuple[float, float, float, int]]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Numbers:
     """Losses, norms, rates and tokens of each step of two ranks of one host."""
     directory = tmp_path_factory.mktemp("undisturbed")
     train(arguments(directory, corpus, f"train.steps={STEPS}"), ranks=2)

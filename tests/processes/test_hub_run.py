@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +9,9 @@ import pytest
 
 from tests import hub_server
 from tests.hub_server import Hub
-from tests.processes.runs import arguments, forked, records, start, train, wait_for_step, write_parquet_shards
+from tests.processes.runs import arguments, forked, start, starts, train, wait_for_step, write_parquet_shards
+from tests.processes.test_streaming import STREAMED, data_hashes
 from tests.processes.test_torchrun import kill
-
-STREAMED = ("data.streaming=true", "data.streams=24", "data.open_shards=2", "train.batch_rows=24", "train.micro_rows=2")
 
 
 @pytest.fixture
@@ -50,10 +48,8 @@ def test_killed_while_the_server_fails(hub: Hub, text: Path, tmp_path: Path) -> 
     hub.revisions["main"] = "f" * 40  # what is newest now is not what the run began with
     assert forked("train", given).returncode == 0
     assert not hub.faults
-    starts = json.loads((directory / "run.json").read_text())["starts"]
-    assert len(starts) == 2
-    hashes = {step: record["data_hash"] for step, record in records(directory).items()}
-    assert hashes == {s: record["data_hash"] for s, record in records(tmp_path / "here/runs/test").items()}
+    assert len(starts(directory)) == 2
+    assert data_hashes(directory) == data_hashes(tmp_path / "here/runs/test")
     fetched = [request.path for request in hub.contents() if request.start is None]
     assert len(fetched) <= len(hub.files) + 3, "a shard was fetched by two processes"
 

@@ -1,9 +1,7 @@
 """Runs under a torchrun that dies, or starts its processes again."""
 
-import json
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,7 @@ import pytest
 from ngpt_train.__main__ import main
 from ngpt_train.core.errors import ConfigError, DataError, is_told_here, same_on_host, told_by_rank_0
 from ngpt_train.core.launcher import check_ranks, is_same_job, nameless_on_many_hosts, this_job
-from tests.processes import fork_server
-from tests.processes.runs import arguments, children, numbers, records, run, start, train, wait_for_step
+from tests.processes import fork_server, runs
 
 
 def job(
@@ -113,12 +110,9 @@ def test_the_rank_that_tells_an_error_ends_first(tmp_path: Path, corpus: Path) -
     noted = tmp_path / "end.json"
     variables = fork_server.rank_variables(2)[1] | {"NGPT_TRAIN_END": str(noted)}
     with (tmp_path / "output").open("w+") as output:
-        given = ["train", *arguments(tmp_path, corpus, "train.batch_rows=5")]
+        given = ["train", *runs.arguments(tmp_path, corpus, "train.batch_rows=5")]
         rank = fork_server.Forked("ngpt_train", given, variables, output.fileno(), output.fileno())
-        deadline = time.monotonic() + 60
-        while not noted.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        runs.wait_for(noted.exists, 60)
         assert rank.wait(1) is None
         os.kill(rank.pid, signal.SIGTERM)
         assert rank.wait(5) == -signal.SIGTERM, "it waits no longer than torchrun lets it"
@@ -137,7 +131,7 @@ def test_a_rank_that_has_no_device_says_so(
     monkeypatch.setattr("ngpt_train.verbs.train.resolve_device", none)
     for name, value in fork_server.rank_variables(2)[1].items():
         monkeypatch.setenv(name, value)
-    assert main(["train", *arguments(tmp_path, corpus)]) == 2
+    assert main(["train", *runs.arguments(tmp_path, corpus)]) == 2
     said = capsys.readouterr().err
     assert "error (rank 1, " in said
     assert "no GPU for me" in said
@@ -145,48 +139,42 @@ def test_a_rank_that_has_no_device_says_so(
 
 def test_checkpoints_that_are_gone(tmp_path: Path, corpus: Path) -> None:
     """Caught: a run whose file system is not mounted, which begins anew and cuts its metrics."""
-    given = arguments(tmp_path, corpus)
-    train([*given, "train.stop_at=8"])
+    given = runs.arguments(tmp_path, corpus)
+    runs.train([*given, "train.stop_at=8"])
     directory = tmp_path / "runs/test"
     before = (directory / "metrics.jsonl").read_bytes()
     (directory / "checkpoints").rename(tmp_path / "elsewhere")
     for there in (False, True):  # a mount point that is gone, or empty
         if there:
             (directory / "checkpoints").mkdir()
-        finished = run("train", given)
-        assert finished.returncode == 3
+        finished = runs.run("train", given, code=3)
         assert "step 8 was saved, but there is no checkpoint in" in finished.stderr
         assert (directory / "metrics.jsonl").read_bytes() == before
     (directory / "checkpoints").rmdir()
     (tmp_path / "elsewhere").rename(directory / "checkpoints")
     (directory / "checkpoints/step_00000008/MANIFEST.json").unlink()
-    finished = run("train", given)
-    assert finished.returncode == 0, finished.stderr
+    finished = runs.run("train", given, code=0)
     assert "step_00000008 is left out: it has no MANIFEST.json" in finished.stderr
     assert "step 8 was saved, but its checkpoint is gone; the run goes on from step 4" in finished.stderr
-    assert sorted(numbers(directory)) == list(range(1, 13))
+    assert sorted(runs.numbers(directory)) == list(range(1, 13))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
 def test_ranks_end_with_their_torchrun(tmp_path: Path, corpus: Path, number: int) -> None:
     """Caught: ranks that train on without their launcher and hold the directory."""
-    given = arguments(tmp_path, corpus, "train.steps=2000", "checkpoint.every=0", "train.batch_rows=32")
-    process = start(given, ranks=2)
+    given = runs.arguments(tmp_path, corpus, "train.steps=2000", "checkpoint.every=0", "train.batch_rows=32")
+    process = runs.start(given, ranks=2)
     directory = tmp_path / "runs/test"
-    wait_for_step(directory, 3)
-    pids = children(process)
+    runs.wait_for_step(directory, 3)
+    pids = runs.children(process)
     assert len(pids) == 2
-    refused = run("train", given)
-    assert refused.returncode == 2
+    refused = runs.run("train", given, code=2)
     assert f"process {pids[0]} on " in refused.stderr or f"process {pids[1]} on " in refused.stderr
     process.send_signal(number)
     process.wait()
-    deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < deadline, "a rank has outlived its launcher"
-        time.sleep(0.1)
-    ended = json.loads((directory / "exit.json").read_text())
+    runs.wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 60, "a rank outlives its launcher")
+    ended = runs.end_of(directory)
     assert (ended["code"], ended["reason"]) == (0, "stopped by SIGTERM")
     assert (directory / f"checkpoints/step_{ended['step']:08d}").is_dir()
 
@@ -196,48 +184,43 @@ def test_ranks_end_with_their_torchrun(tmp_path: Path, corpus: Path, number: int
 def test_a_restart_does_not_overwrite_again(tmp_path: Path, corpus: Path, local_rank: int) -> None:
     """Caught: run.overwrite=true under --max-restarts, which deletes what the job itself has trained; a restart that
     connects to the dead process, whose address torchrun's store still has."""
-    given = arguments(tmp_path, corpus, "train.steps=30", "checkpoint.every=5", "train.batch_rows=16")
+    given = runs.arguments(tmp_path, corpus, "train.steps=30", "checkpoint.every=5", "train.batch_rows=16")
     directory = tmp_path / "runs/test"
-    train([*given, "train.stop_at=5"])  # of another job, and to be overwritten
-    process = start([*given, "run.overwrite=true"], ranks=2, restarts=1)
-    deadline = time.monotonic() + 120
-    while not (directory / "checkpoints/step_00000010").is_dir():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    os.kill(children(process)[local_rank], signal.SIGKILL)  # type: ignore[arg-type]
+    runs.train([*given, "train.stop_at=5"])  # of another job, and to be overwritten
+    process = runs.start([*given, "run.overwrite=true"], ranks=2, restarts=1)
+    runs.wait_for((directory / "checkpoints/step_00000010").is_dir, 120)
+    os.kill(runs.children(process)[local_rank], signal.SIGKILL)  # type: ignore[arg-type]
     assert process.wait(timeout=200) == 0
-    starts = json.loads((directory / "run.json").read_text())["starts"]
-    assert starts[0]["step"] == 0
-    assert len(starts) == 2
-    assert starts[1]["step"] >= 10
-    assert sorted(records(directory)) == list(range(1, 31))
+    first, second = runs.began_at(directory)
+    assert first == 0
+    assert second >= 10
+    assert sorted(runs.records(directory)) == list(range(1, 31))
 
 
 @pytest.mark.slow
 def test_an_end_that_would_come_again_is_no_reason_to_start_again(tmp_path: Path, corpus: Path) -> None:
-    given = arguments(tmp_path, corpus, "model=gpt", "optim.lr=1000", "train.steps=40")
-    process = start(given, ranks=2, restarts=2)
+    given = runs.arguments(tmp_path, corpus, "model=gpt", "optim.lr=1000", "train.steps=40")
+    process = runs.start(given, ranks=2, restarts=2)
     output = process.communicate()[0]
     assert process.returncode != 0
     assert output.count("not started again, because it would end as before: 10 steps in a row") >= 2
     directory = tmp_path / "runs/test"
-    assert len(json.loads((directory / "run.json").read_text())["starts"]) == 1
-    ended = json.loads((directory / "exit.json").read_text())
+    assert len(runs.starts(directory)) == 1
+    ended = runs.end_of(directory)
     assert (ended["code"], ended["rank"]) == (4, 0)
 
 
 def test_a_change_that_is_allowed_is_recorded(tmp_path: Path, corpus: Path) -> None:
     """Caught: a new learning rate that the optimizer does not get, one that leaves no trace, one that must be allowed
     again."""
-    given = arguments(tmp_path, corpus, "train.steps=8")
-    train([*given, "train.stop_at=4"])
-    refused = run("train", [*given, "optim.lr=1e-3"])
-    assert refused.returncode == 2
+    given = runs.arguments(tmp_path, corpus, "train.steps=8")
+    runs.train([*given, "train.stop_at=4"])
+    refused = runs.run("train", [*given, "optim.lr=1e-3"], code=2)
     assert "run.allow_change=[optim.lr]" in refused.stderr
-    train([*given, "optim.lr=1e-3", "run.allow_change=[optim.lr]", "train.stop_at=6"])
-    train([*given, "optim.lr=1e-3"])
-    rates = {step: record["lr"] for step, record in records(tmp_path / "runs/test").items()}
+    runs.train([*given, "optim.lr=1e-3", "run.allow_change=[optim.lr]", "train.stop_at=6"])
+    runs.train([*given, "optim.lr=1e-3"])
+    rates = {step: record["lr"] for step, record in runs.records(tmp_path / "runs/test").items()}
     assert rates[4] > 5e-3 > 1e-3 > rates[5] > rates[8] > 0
-    _, changed, after = json.loads((tmp_path / "runs/test/run.json").read_text())["starts"]
+    _, changed, after = runs.starts(tmp_path / "runs/test")
     assert changed["changed"] == [{"key": "optim.lr", "from": 0.02, "to": 1e-3}]
     assert "changed" not in after

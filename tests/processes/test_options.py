@@ -7,17 +7,17 @@ import torch
 
 from ngpt_train.config import load_config
 from ngpt_train.training import build_state, train_step
-from tests.processes.runs import arguments, numbers, records, train
+from tests.processes.runs import Numbers, arguments, assert_near, numbers, records, train
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[int, tuple[float, float, float, int]]:
+def plain(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Numbers:
     directory = tmp_path_factory.mktemp("plain")
     train(arguments(directory, corpus, "train.steps=6"))
     return numbers(directory / "runs/test")
 
 
-def test_z_loss(tmp_path: Path, corpus: Path, plain: dict[int, tuple[float, float, float, int]]) -> None:
+def test_z_loss(tmp_path: Path, corpus: Path, plain: Numbers) -> None:
     """Caught: a column that is missing, or is there where the option is off; losses that contain it."""
     train(arguments(tmp_path, corpus, "train.steps=6", "optim.z_loss=0.01"))
     found = records(tmp_path / "runs/test")
@@ -30,16 +30,10 @@ def test_z_loss(tmp_path: Path, corpus: Path, plain: dict[int, tuple[float, floa
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("layout", "recompute"), [("single", "none"), ("ddp", "full"), ("fsdp", "selective")])
-def test_compile(
-    tmp_path: Path, corpus: Path, plain: dict[int, tuple[float, float, float, int]], layout: str, recompute: str
-) -> None:
+def test_compile(tmp_path: Path, corpus: Path, plain: Numbers, layout: str, recompute: str) -> None:
     options = ["train.compile=true", f"train.activation_checkpointing={recompute}", f"parallel={layout}"]
     train(arguments(tmp_path, corpus, "train.steps=6", *options), ranks=1 if layout == "single" else 2)
-    compiled = numbers(tmp_path / "runs/test")
-    assert compiled.keys() == plain.keys()
-    for step, (loss, norm, _, _) in compiled.items():
-        assert loss == pytest.approx(plain[step][0], rel=1e-5)
-        assert norm == pytest.approx(plain[step][1], rel=1e-4)
+    assert_near(numbers(tmp_path / "runs/test"), plain, 1e-5)
 
 
 @pytest.mark.exhaustive
@@ -84,16 +78,10 @@ def test_dropout_is_the_same_under_all_of_them(tmp_path: Path, corpus: Path) -> 
     options = ["train.compile=true", "train.activation_checkpointing=full", "parallel=fsdp"]
     train(arguments(tmp_path / "plain", corpus, "train.steps=4", *dropout))
     train(arguments(tmp_path / "all", corpus, "train.steps=4", *dropout, *options), ranks=2)
-    plain, found = (numbers(tmp_path / name / "runs/test") for name in ("plain", "all"))
-    assert found.keys() == plain.keys()
-    for step, (loss, norm, _, _) in found.items():
-        assert loss == pytest.approx(plain[step][0], rel=1e-5)
-        assert norm == pytest.approx(plain[step][1], rel=1e-4)
+    assert_near(numbers(tmp_path / "all/runs/test"), numbers(tmp_path / "plain/runs/test"), 1e-5)
 
 
-def test_deterministic_algorithms(
-    tmp_path: Path, corpus: Path, plain: dict[int, tuple[float, float, float, int]]
-) -> None:
+def test_deterministic_algorithms(tmp_path: Path, corpus: Path, plain: Numbers) -> None:
     """On a CPU it changes nothing but what torch may choose from."""
     fills = torch.utils.deterministic.fill_uninitialized_memory
     try:

@@ -14,38 +14,17 @@ from ngpt_train.config.schema import TokenizerConfig
 from ngpt_train.data.tokenizers import load_tokenizer
 from ngpt_train.data.tokenizers.sentence_piece import train_sentencepiece
 from ngpt_train.training.checkpoint import list_checkpoints
-from tests.processes.runs import arguments, records, write_corpus
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """A run of 4 steps with checkpoints at 2 and 4."""
-    directory = tmp_path_factory.mktemp("finished")
-    assert main(["train", *arguments(directory, corpus, "train.steps=4", "checkpoint.every=2")]) == 0
-    return directory
-
-
-@pytest.fixture
-def directory(finished: Path, tmp_path: Path) -> Path:
-    """A copy of that run, free to be damaged."""
-    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-    return tmp_path
-
-
-def snapshot(directory: Path) -> dict[Path, tuple[int, bytes]]:
-    return {
-        path: (path.stat().st_mtime_ns, path.read_bytes()) for path in (directory / "runs").rglob("*") if path.is_file()
-    }
+from tests.processes.runs import arguments, contents, records, starts, write_corpus
 
 
 def refused(
     directory: Path, corpus: Path, capsys: pytest.CaptureFixture[str], code: int, *overrides: str, verb: str = "train"
 ) -> str:
     """The message of a command that must fail with `code` and leave the runs as they are."""
-    before = snapshot(directory)
+    before = contents(directory / "runs")
     capsys.readouterr()
     assert main([verb, *arguments(directory, corpus, "train.steps=4", "checkpoint.every=2", *overrides)]) == code
-    assert snapshot(directory) == before
+    assert contents(directory / "runs") == before
     message = capsys.readouterr().err
     assert message.startswith("error: ")
     return message
@@ -193,7 +172,7 @@ def test_vocabulary_smaller_than_the_tokenizer(
 def test_overwrite_starts_anew(directory: Path, corpus: Path) -> None:
     assert main(["train", *arguments(directory, corpus, "run.seed=1", "train.steps=3", "run.overwrite=true")]) == 0
     assert sorted(records(directory / "runs/test")) == [1, 2, 3]
-    assert len(json.loads((directory / "runs/test/run.json").read_text())["starts"]) == 1
+    assert len(starts(directory / "runs/test")) == 1
 
 
 @pytest.mark.parametrize(("name", "says"), [("file", "is a file"), ("file/below", "is a file")])

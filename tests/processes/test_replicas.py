@@ -23,6 +23,13 @@ def damaged_replicas(parallel: str) -> dict[str, Any]:
         train_step(state, [[part.chunk(size)[rank] for part in batch(step)]])
         check_replicas(state)
     found = {}
+
+    def look(name: str) -> None:
+        try:
+            check_replicas(state)
+        except ReplicaError as error:
+            found[name] = str(error)
+
     parameters = dict(state.model.named_parameters())
     vector = next(name for name, parameter in parameters.items() if parameter.ndim == 1)
     matrix = next(name for name, parameter in parameters.items() if parameter.ndim == 2)
@@ -33,10 +40,7 @@ def damaged_replicas(parallel: str) -> dict[str, Any]:
         before = element.clone()
         if rank == 1:  # the next number: a bit that has flipped
             element.copy_(torch.nextafter(element, torch.full_like(element, 9.0)))
-        try:
-            check_replicas(state)
-        except ReplicaError as error:
-            found[name] = str(error)
+        look(name)
         element.copy_(before)
     flat = {name: (x.to_local() if hasattr(x, "to_local") else x).view(-1) for name, x in places.items()}
     swaps = {"swapped": (flat["vector"][0:1], flat["vector"][2:3])}
@@ -46,10 +50,7 @@ def damaged_replicas(parallel: str) -> dict[str, Any]:
         assert both[0] != both[1], "equal ones would change nothing"
         if rank == 1:
             one.copy_(both[1:]), other.copy_(both[:1])
-        try:
-            check_replicas(state)
-        except ReplicaError as error:
-            found[name] = str(error)
+        look(name)
         one.copy_(both[:1]), other.copy_(both[1:])
     check_replicas(state)
     return {"found": found, "vector": vector, "matrix": matrix}

@@ -1,139 +1,104 @@
 """A run that was killed, interrupted or moved ends as if nothing had happened."""
 
-import json
 import os
 import random
 import shutil
 import signal
-import socket
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.processes.runs import arguments, numbers, records, run, start, train, wait_for_step
-
-END = {"code": 0, "reason": "done", "step": 12, "rank": 0, "host": socket.gethostname()}
-DONE = json.dumps(END, indent=2) + "\n"
+from tests.processes import runs
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    directory = tmp_path_factory.mktemp("uninterrupted")
-    train(arguments(directory, corpus))
-    losses = [record["loss"] for record in records(directory / "runs/test").values()]
-    assert losses[-1] < 0.95 * losses[0]
-    assert max(record["grad_norm"] for record in records(directory / "runs/test").values()) > 1.0, "never clipped"
-    return directory / "runs/test"
-
-
-def again_from(directory: Path, step: int) -> dict[int, tuple[float, float, float, int]]:
+def again_from(directory: Path, step: int) -> runs.Numbers:
     """The numbers of a finished run, whose checkpoints after `step` are deleted, so that it goes on from there."""
     for checkpoint in (directory / "checkpoints").glob("step_*"):
         if int(checkpoint.name.removeprefix("step_")) > step:
             shutil.rmtree(checkpoint)
     assert (directory / f"checkpoints/step_{step:08d}").is_dir()
-    return numbers(directory)
-
-
-def starts(directory: Path) -> list[int]:
-    """The steps at which a run began and went on."""
-    return [begun["step"] for begun in json.loads((directory / "run.json").read_text())["starts"]]
+    return runs.numbers(directory)
 
 
 @pytest.mark.slow
 def test_killed_twice_at_random(tmp_path: Path, corpus: Path, uninterrupted: Path) -> None:
-    given = arguments(tmp_path, corpus)
+    given = runs.arguments(tmp_path, corpus)
     directory = tmp_path / "runs/test"
     for least in (2, 6):
-        process = start(given)
-        wait_for_step(directory, least)
+        process = runs.start(given)
+        runs.wait_for_step(directory, least)
         time.sleep(random.random() * 0.3)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    train(given)
-    assert numbers(directory) == numbers(uninterrupted)
-    assert (directory / "exit.json").read_text() == DONE
+    runs.train(given)
+    assert runs.numbers(directory) == runs.numbers(uninterrupted)
+    assert runs.end_of(directory)["reason"] == "done"
 
 
 def test_ddp_resumes_bit_for_bit(tmp_path: Path, corpus: Path) -> None:
     """On 3 ranks a sum depends on its place in the bucket, so buckets must not depend on the age of the process."""
     options = ["train.batch_rows=6", "parallel=ddp", "model=gpt", "model.d_model=128", "model.d_mlp=1024"]
-    given = arguments(tmp_path, corpus, *options, "train.steps=9", "checkpoint.every=5")
-    train(given, ranks=3)
+    given = runs.arguments(tmp_path, corpus, *options, "train.steps=9", "checkpoint.every=5")
+    runs.train(given, ranks=3)
     expected = again_from(tmp_path / "runs/test", 5)
-    train(given, ranks=3)
-    assert numbers(tmp_path / "runs/test") == expected
-    assert starts(tmp_path / "runs/test") == [0, 5]
+    runs.train(given, ranks=3)
+    assert runs.numbers(tmp_path / "runs/test") == expected
+    assert runs.began_at(tmp_path / "runs/test") == [0, 5]
 
 
 def test_dropout_goes_on_bit_for_bit_and_on_other_ranks(tmp_path: Path, corpus: Path) -> None:
     """Caught: masks of a generator whose state is not saved, of a count of steps since the start, or of the rank."""
     whole, others = tmp_path / "whole", tmp_path / "others"
     common = ["train.steps=8", *(f"model.{place}_dropout=0.1" for place in ("embedding", "residual", "attention"))]
-    train(arguments(whole, corpus, *common))
+    runs.train(runs.arguments(whole, corpus, *common))
     expected = again_from(whole / "runs/test", 4)
-    train(arguments(whole, corpus, *common))
-    assert numbers(whole / "runs/test") == expected
-    assert starts(whole / "runs/test") == [0, 4]
-    train(arguments(others, corpus, *common, "train.stop_at=3", "parallel=ddp"), ranks=2)
-    train(arguments(others, corpus, *common, "train.micro_rows=4"))
-    for step, (loss, norm, lr, tokens) in numbers(others / "runs/test").items():
-        assert loss == pytest.approx(expected[step][0], rel=1e-6)
-        assert norm == pytest.approx(expected[step][1], rel=1e-5)
-        assert (lr, tokens) == expected[step][2:]
+    runs.train(runs.arguments(whole, corpus, *common))
+    assert runs.numbers(whole / "runs/test") == expected
+    assert runs.began_at(whole / "runs/test") == [0, 4]
+    runs.train(runs.arguments(others, corpus, *common, "train.stop_at=3", "parallel=ddp"), ranks=2)
+    runs.train(runs.arguments(others, corpus, *common, "train.micro_rows=4"))
+    runs.assert_near(runs.numbers(others / "runs/test"), expected, 1e-6)
 
 
 def test_the_parts_of_training_ngpt_go_on_bit_for_bit(tmp_path: Path, corpus: Path) -> None:
     """Caught: a gate without Adam's state, a cap from weights of before the checkpoint."""
-    given = arguments(tmp_path, corpus, "recipe=training_ngpt", "optim.lr=2e-2", "train.steps=8")
-    train(given)
+    given = runs.arguments(tmp_path, corpus, "recipe=training_ngpt", "optim.lr=2e-2", "train.steps=8")
+    runs.train(given)
     expected = again_from(tmp_path / "runs/test", 4)
-    train(given)
-    assert numbers(tmp_path / "runs/test") == expected
-    assert starts(tmp_path / "runs/test") == [0, 4]
+    runs.train(given)
+    assert runs.numbers(tmp_path / "runs/test") == expected
+    assert runs.began_at(tmp_path / "runs/test") == [0, 4]
 
 
 @pytest.mark.slow
 def test_other_ranks_and_layouts(tmp_path: Path, corpus: Path, uninterrupted: Path) -> None:
     """fsdp on 2, one process, ddp on 4: the loss of an uninterrupted run within 1e-6."""
-    train(arguments(tmp_path, corpus, "parallel=fsdp", "train.stop_at=4"), ranks=2)
-    train(arguments(tmp_path, corpus, "parallel=single", "train.stop_at=8"))
-    train(arguments(tmp_path, corpus, "parallel=ddp"), ranks=4)
-    expected = numbers(uninterrupted)
-    for step, (loss, norm, lr, tokens) in numbers(tmp_path / "runs/test").items():
-        assert loss == pytest.approx(expected[step][0], rel=1e-6)
-        assert norm == pytest.approx(expected[step][1], rel=1e-5)
-        assert (lr, tokens) == expected[step][2:]
+    runs.train(runs.arguments(tmp_path, corpus, "parallel=fsdp", "train.stop_at=4"), ranks=2)
+    runs.train(runs.arguments(tmp_path, corpus, "parallel=single", "train.stop_at=8"))
+    runs.train(runs.arguments(tmp_path, corpus, "parallel=ddp"), ranks=4)
+    runs.assert_near(runs.numbers(tmp_path / "runs/test"), runs.numbers(uninterrupted), 1e-6)
 
 
-@pytest.mark.parametrize(
-    ("number", "ranks"), [(signal.SIGINT, 1), pytest.param(signal.SIGTERM, 2, marks=pytest.mark.slow)]
-)
-def test_signal_saves_and_exits_cleanly(
-    tmp_path: Path, corpus: Path, uninterrupted: Path, number: signal.Signals, ranks: int
-) -> None:
-    given = arguments(tmp_path, corpus, "train.steps=100000", "checkpoint.every=0")
+def test_an_interrupt_saves_and_exits_cleanly(tmp_path: Path, corpus: Path) -> None:
+    """Signals to several ranks: test_faults.py."""
+    given = runs.arguments(tmp_path, corpus, "train.steps=100000", "checkpoint.every=0")
     directory = tmp_path / "runs/test"
-    process = start(given, ranks)
-    wait_for_step(directory, 3)
-    process.send_signal(number)
+    process = runs.start(given)
+    runs.wait_for_step(directory, 3)
+    process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=120)
-    if ranks == 1:  # torchrun reports a failure whatever its workers return
-        assert process.returncode == 0, output
-    ended = json.loads((directory / "exit.json").read_text())
-    assert ended["code"] == 0
-    assert number.name in ended["reason"] or "another rank" in ended["reason"]
+    assert process.returncode == 0, output
+    ended = runs.end_of(directory)
+    assert (ended["code"], ended["reason"]) == (0, "stopped by SIGINT")
     assert (directory / f"checkpoints/step_{ended['step']:08d}/MANIFEST.json").is_file()
     assert f"saved at step {ended['step']}" in output
 
 
 def test_second_interrupt_exits_at_once(tmp_path: Path, corpus: Path) -> None:
-    process = start(arguments(tmp_path, corpus, "train.steps=100000", "train.batch_rows=4096"))
-    deadline = time.monotonic() + 120
+    process = runs.start(runs.arguments(tmp_path, corpus, "train.steps=100000", "train.batch_rows=4096"))
     log = tmp_path / "runs/test/logs/rank_0.log"
-    while not (log.exists() and "eval 0/" in log.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    runs.wait_for(lambda: log.exists() and "eval 0/" in log.read_text(), 120)
     process.send_signal(signal.SIGINT)
     time.sleep(1.5)
     assert process.poll() is None, "the step is long, the first signal waits for its end"
@@ -142,31 +107,29 @@ def test_second_interrupt_exits_at_once(tmp_path: Path, corpus: Path) -> None:
 
 
 def test_time_limit(tmp_path: Path, corpus: Path) -> None:
-    train(arguments(tmp_path, corpus, "train.steps=100000", "run.max_time=0.0005"))
-    ended = json.loads((tmp_path / "runs/test/exit.json").read_text())
-    assert ended["code"] == 0
-    assert ended["reason"] == "stopped by run.max_time"
+    runs.train(runs.arguments(tmp_path, corpus, "train.steps=100000", "run.max_time=0.0005"))
+    ended = runs.end_of(tmp_path / "runs/test")
+    assert (ended["code"], ended["reason"]) == (0, "stopped by run.max_time")
     assert 0 < ended["step"] < 100000
 
 
 def test_finished_run_is_left_alone(uninterrupted: Path, corpus: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")}
-    finished = run("train", arguments(uninterrupted.parent.parent, corpus))
-    assert finished.returncode == 0
+    finished = runs.run("train", runs.arguments(uninterrupted.parent.parent, corpus), code=0)
     assert "step 12 and would end at 12" in finished.stdout
     assert {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")} == before
 
 
 def test_sigterm_before_the_first_step(tmp_path: Path, corpus: Path) -> None:
     """From the moment that the directory is a run's, a wish to stop is heard: one step, saved, exit code 0."""
-    process = start(arguments(tmp_path, corpus, "train.steps=1000", "eval.every=0"))
+    process = runs.start(runs.arguments(tmp_path, corpus, "train.steps=1000", "eval.every=0"))
     for line in process.stdout:
         if b"runs/test: new" in line:
             process.send_signal(signal.SIGTERM)
             break
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
-    end = json.loads((tmp_path / "runs/test/exit.json").read_text())
+    end = runs.end_of(tmp_path / "runs/test")
     assert (end["code"], end["reason"]) == (0, "stopped by SIGTERM")
     assert (tmp_path / f"runs/test/checkpoints/step_{end['step']:08d}").is_dir()
 
@@ -177,25 +140,23 @@ def test_the_step_to_go_on_from(
     """run.resume_step insists, puts aside what is newer, and counts once in a job. Caught: another checkpoint in its
     place, rows of another step, newer checkpoints that the next start takes; a restart by torchrun that begins at the
     named step again."""
-    given = arguments(tmp_path, corpus, "checkpoint.keep_last=9")
+    given = runs.arguments(tmp_path, corpus, "checkpoint.keep_last=9")
     directory = tmp_path / "runs/test"
-    train(given)
-    refused = run("train", [*given, "run.resume_step=6"])
-    assert refused.returncode == 3
+    runs.train(given)
+    refused = runs.run("train", [*given, "run.resume_step=6"], code=3)
     assert "run.resume_step=6: there is no complete checkpoint of this step in" in refused.stderr
     assert "(there are: 4, 8, 12)" in refused.stderr
     named = [*given, "run.resume_step=4"]
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a-job")
-    train([*named, "train.stop_at=6"])
+    runs.train([*named, "train.stop_at=6"])
     kept = sorted(path.name for path in (directory / "checkpoints").glob("*step*"))
     assert kept == ["replaced-step_00000008", "replaced-step_00000012", "step_00000004", "step_00000006"]
-    train(named)
-    assert starts(directory) == [0, 4, 6]
-    assert numbers(directory) == numbers(uninterrupted)
+    runs.train(named)
+    assert runs.began_at(directory) == [0, 4, 6]
+    assert runs.numbers(directory) == runs.numbers(uninterrupted)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     damaged = next((directory / "checkpoints/step_00000004").glob("*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    refused = run("train", named)
-    assert refused.returncode == 3
+    refused = runs.run("train", named, code=3)
     assert "step_00000004 is damaged" in refused.stderr
     assert (directory / "checkpoints/step_00000012").is_dir()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.processes import fork_server
-from tests.processes.runs import arguments, numbers, records, train, write_corpus
+from tests.processes.runs import arguments, end_of, numbers, records, train, write_corpus
 from tests.processes.test_hostile_checkpoints import sign
 
 STEPS, ROWS, SAVED, BAD = 26, 8, 15, 18  # the rows of step 18 are bad, the last checkpoint before is of step 15
@@ -109,6 +109,8 @@ def test_ten_gradients_that_are_not_finite(tmp_path: Path, corpus: Path) -> None
     bad = [[ROWS * 16, ROWS * 26 - 1, "infinite"]]
     off = [override for override in given(tmp_path, corpus) if not override.startswith("guards.")]
     assert spoiled(bad, off).returncode == 4
+    good = tmp_path / "runs/test/checkpoints/step_00000015"
+    assert f"run.init_from={good} " in end_of(tmp_path / "runs/test")["reason"]
     refused = spoiled(bad, given(tmp_path, corpus))
     assert refused.returncode == 2
     assert "guards.rollback" in refused.stderr
@@ -118,7 +120,7 @@ def test_ten_gradients_that_are_not_finite(tmp_path: Path, corpus: Path) -> None
     (rollback,) = rollbacks(tmp_path / "runs/test")
     assert (rollback["step"], rollback["bad_step"], rollback["loss"]) == (15, 26, rollback["loss"])
     assert "10 steps in a row, up to step 26," in rollback["why"]
-    assert json.loads((tmp_path / "runs/test/exit.json").read_text())["code"] == 0
+    assert end_of(tmp_path / "runs/test")["code"] == 0
 
 
 def test_a_bound(tmp_path: Path, corpus: Path) -> None:
@@ -130,8 +132,7 @@ def test_a_bound(tmp_path: Path, corpus: Path) -> None:
     assert [rollback["number"] for rollback in found] == [1, 2]
     assert [rollback["first_row"] for rollback in found] == [ROWS * 15] * 2
     assert found[1]["last_row"] > found[0]["last_row"]
-    end = json.loads((tmp_path / "runs/test/exit.json").read_text())
-    assert end["code"] == 4
+    assert end_of(tmp_path / "runs/test")["code"] == 4
 
 
 def test_nowhere_to_go_back_to(tmp_path: Path, corpus: Path) -> None:

@@ -1,6 +1,5 @@
 """scripts/slurm/train.sh beside a Slurm that is made of three small scripts."""
 
-import json
 import os
 import shutil
 import signal
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import fork_server
-from tests.processes.runs import arguments, records, wait_for_step
+from tests.processes.runs import arguments, end_of, records, wait_for_step
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/slurm/train.sh"
 FAKES = {
@@ -82,7 +81,7 @@ def test_a_job_that_is_queued_again_at_its_time_limit(fakes: Path, tmp_path: Pat
     assert process.returncode == 0, output
     assert "queued again: stopped by SIGTERM" in output
     assert requeued(fakes) == 1
-    last = json.loads((tmp_path / "runs/test/exit.json").read_text())["step"]
+    last = end_of(tmp_path / "runs/test")["step"]
     assert 4 <= last < 60
     process = start(fakes, [*given, "run.overwrite=true"], restarts=1, ranks=2)
     output = process.communicate(timeout=200)[0]

@@ -159,18 +159,23 @@ def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor], rtol: fl
         assert (actual[name] - x).abs().max() <= rtol * x.abs().max(), name
 
 
-@runs
-def test_synchronised_is_one_process(synchronised: Ranks, run: str) -> None:
-    """Caught: a sum over ranks without its gradient, statistics of the rank's own rows."""
+def assert_one_process(ranks: Ranks, run: str, rel: float) -> None:
+    """A synchronised run is that of one process: losses and norms within `rel`, statistics within ten times that."""
     expected = one_run(build_state(config_of(run, "single", "synchronised", micro_rows=ROWS)), range(STEPS))
-    first, second = (rank[run]["steps"] for rank in synchronised)
+    first, second = (rank[run]["steps"] for rank in ranks)
     for here, there, one in zip(first, second, expected, strict=True):
         for key in ("loss", "grad_norm"):
-            assert here[key] == there[key] == pytest.approx(one[key], rel=1e-6)
+            assert here[key] == there[key] == pytest.approx(one[key], rel=rel)
         assert here["n_tokens"] == one["n_tokens"]
         assert_near(there["statistics"], here["statistics"], 0)
         assert_near(there["held"], here["held"], 0)
-        assert_near(here["statistics"], one["statistics"], 1e-5)
+        assert_near(here["statistics"], one["statistics"], 10 * rel)
+
+
+@runs
+def test_synchronised_is_one_process(synchronised: Ranks, run: str) -> None:
+    """Caught: a sum over ranks without its gradient, statistics of the rank's own rows."""
+    assert_one_process(synchronised, run, 1e-6)
 
 
 @pytest.mark.exhaustive
@@ -179,13 +184,7 @@ def test_compiled_and_synchronised_is_one_process(parallel: str, tmp_path: Path)
     """Caught: a collective that the compiled graph drops."""
     ranks = on_ranks(of_all, 2, parallel, ["synchronised"], list(COMPILED), str(tmp_path))
     for run in COMPILED:
-        expected = one_run(build_state(config_of(run, "single", "synchronised", micro_rows=ROWS)), range(STEPS))
-        first, second = (rank["synchronised"][run]["steps"] for rank in ranks)
-        for here, there, one in zip(first, second, expected, strict=True):
-            for key in ("loss", "grad_norm"):
-                assert here[key] == there[key] == pytest.approx(one[key], rel=1e-5)
-            assert_near(there["held"], here["held"], 0)
-            assert_near(here["statistics"], one["statistics"], 1e-4)
+        assert_one_process([rank["synchronised"] for rank in ranks], run, 1e-5)
 
 
 @runs

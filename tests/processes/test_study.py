@@ -10,7 +10,7 @@ import pytest
 
 from tests import fake_slurm
 from tests.processes import runs
-from tests.processes.studies import SHARED, begin, trainers, wait_for_no_trainer
+from tests.processes.studies import SHARED, begin, paused, trainers, wait_for_no_trainer
 
 pytestmark = pytest.mark.slow
 
@@ -45,8 +45,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 
 def study(given: list[str], code: int = 0) -> str:
-    finished = runs.run("study", given)
-    assert finished.returncode == code, finished.stdout[-2000:] + finished.stderr[-4000:]
+    finished = runs.run("study", given, code=code)
     return finished.stdout if code == 0 else finished.stderr
 
 
@@ -64,16 +63,12 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(arguments: list[str]
     given = [*arguments, "study.jobs=1", "study.threads=1"]
     killed = begin("study", given)
     runs.wait_for_step(gpt, 10)
-    paused = list(trainers(root))  # or the run would be at its end before the second study is refused
-    for process in paused:
-        os.kill(process, signal.SIGSTOP)
-    assert "is running the study" in study(given, code=2)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    for process in paused:
-        os.kill(process, signal.SIGCONT)
+    with paused(root):  # or the run would be at its end before the second study is refused
+        assert "is running the study" in study(given, code=2)
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
     wait_for_no_trainer(root)
-    step = json.loads((gpt / "exit.json").read_text())["step"]
+    step = runs.end_of(gpt)["step"]
     assert 10 <= step < 100
 
     stopped = begin("study", given)
@@ -83,13 +78,12 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(arguments: list[str]
     assert stopped.returncode == 0
     assert "interrupted" in said
     assert not list(trainers(root))
-    starts = json.loads((gpt / "run.json").read_text())["starts"]
-    assert [start["step"] for start in starts] == [0, step]
-    assert json.loads((ngpt / "exit.json").read_text())["reason"] == "stopped by SIGTERM"
+    assert runs.began_at(gpt) == [0, step]
+    assert runs.end_of(ngpt)["reason"] == "stopped by SIGTERM"
 
     modified = os.stat(gpt / "metrics.jsonl").st_mtime_ns
     said = study([*given, "study.prompt=a"])
-    assert len(json.loads((ngpt / "run.json").read_text())["starts"]) == 2
+    assert len(runs.starts(ngpt)) == 2
     assert os.stat(gpt / "metrics.jsonl").st_mtime_ns == modified
     assert [line.split()[1] for line in said.splitlines() if line.startswith("--- ")] == ["gpt,", "ngpt,"]
     assert "One seed and one budget: this proves nothing" in said.splitlines()[-1]
@@ -119,8 +113,8 @@ def test_on_a_cluster_it_ends_as_on_this_machine(arguments: list[str], tmp_path:
     said, _ = begin("study", given, **variables).communicate(timeout=300)
     assert "2 of 2 runs in" in said
     assert len(list(fakes.glob("script-*"))) == 2
-    assert [start["step"] > 0 for start in json.loads((gpt / "run.json").read_text())["starts"]] == [False, True]
-    assert [start["step"] > 0 for start in json.loads((ngpt / "run.json").read_text())["starts"]] == [False]
+    assert [step > 0 for step in runs.began_at(gpt)] == [False, True]
+    assert runs.began_at(ngpt) == [0]
 
     for run in (gpt, ngpt):
         assert runs.numbers(run) == runs.numbers(whole / "runs" / run.name)

@@ -1,11 +1,6 @@
 """Studies that are killed, started at once, or run out of disk."""
 
-import contextlib
-import json
-import os
 import signal
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +10,7 @@ from ngpt_train.config.arguments import arguments_of
 from ngpt_train.study.definition import read_study
 from ngpt_train.study.points import Runs
 from tests.processes import fork_server, runs
-from tests.processes.studies import SHARED, begin, has_step, trainers, wait_for_no_trainer, wait_until
+from tests.processes.studies import SHARED, begin, paused, wait_for_no_trainer, wait_until
 
 YAML = """\
 arms:
@@ -58,45 +53,20 @@ def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     return study.runs / LONG
 
 
-def started_at(run: Path) -> list[int]:
-    return [start["step"] for start in json.loads((run / "run.json").read_text())["starts"]]
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of 24 MB."""
-    where = tmp_path / "disk"
-    where.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(where)]
-    made = subprocess.run(command, capture_output=True, check=False)
-    if made.returncode:
-        pytest.skip(f"mounting a disk is not allowed here: {made.stderr.decode().strip()}")
-    yield where
-    subprocess.run(["umount", "--lazy", str(where)], check=True)
-
-
-def fill(disk: Path) -> Path:
-    """Takes all room of the disk; the file that has it."""
-    with contextlib.suppress(OSError), (disk / "filling").open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
-    return disk / "filling"
-
-
 def test_a_disk_that_fills_up_during_a_study(tmp_path: Path, corpus: Path, disk: Path, whole: Path) -> None:
     """Caught: a study that ends with a traceback or in silence, that loses what has ended, or that is not completed by
     the same command when there is room."""
     given = studied(tmp_path, corpus, disk, "study.retries=0")
     root = disk / "small"
     process = begin("study", given)
-    wait_until(process, has_step(root / "runs" / LONG, 10))
-    filling = fill(disk)
+    wait_until(process, lambda: runs.has_step(root / "runs" / LONG, 10))
+    filling = runs.fill(disk)
     said, _ = process.communicate(timeout=600)
     assert process.returncode in (1, 3), said
     assert LONG in said
     assert "No space left on device" in said or "are missing" in said, said
     assert "Traceback" not in said
-    assert json.loads((root / "runs" / SHORT / "exit.json").read_text())["reason"] == "done"
+    assert runs.end_of(root / "runs" / SHORT)["reason"] == "done"
     ended = (root / "runs" / SHORT / "metrics.jsonl").read_bytes()
 
     filling.unlink()
@@ -113,19 +83,15 @@ def test_two_studies_that_share_a_run_are_killed_and_go_on_at_once(tmp_path: Pat
     given = [studied(tmp_path, corpus, root, "study.budgets=[51200]", f"study.name={name}") for name in ("a", "b")]
     run, link = (root / name / "runs" / LONG for name in ("a", "b"))
     first = begin("study", given[0])
-    wait_until(first, has_step(run, 10))
-    paused = list(trainers(root))  # or the run would be at its end before the second study shares it
-    for trainer in paused:
-        os.kill(trainer, signal.SIGSTOP)
-    second = begin("study", given[1])
-    wait_until(second, link.is_symlink)
-    for process in (first, second):
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    for trainer in paused:
-        os.kill(trainer, signal.SIGCONT)
+    wait_until(first, lambda: runs.has_step(run, 10))
+    with paused(root):  # or the run would be at its end before the second study shares it
+        second = begin("study", given[1])
+        wait_until(second, link.is_symlink)
+        for process in (first, second):
+            process.send_signal(signal.SIGKILL)
+            process.wait()
     wait_for_no_trainer(root)
-    assert started_at(run) == [0]
+    assert runs.began_at(run) == [0]
 
     both = [begin("study", x) for x in given]
     for process in both:
@@ -133,7 +99,7 @@ def test_two_studies_that_share_a_run_are_killed_and_go_on_at_once(tmp_path: Pat
         assert process.returncode == 0, said
         assert "1 of 1 runs in" in said
     assert link.is_symlink()
-    begun = started_at(run)
+    begun = runs.began_at(run)
     assert len(begun) == 2
     assert 10 <= begun[1] < 100
     assert runs.numbers(run) == runs.numbers(whole)

@@ -9,26 +9,24 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.processes import fork_server
-from tests.processes.runs import arguments, children, numbers, records, run, start, train, wait_for_step, write_corpus
+from tests.processes import fork_server, runs
 from tests.stored import stored_tensors
 
 DECAY = 0.7  # of the moving average
 
 
 def test_evaluate_is_the_same_on_two_ranks(tmp_path: Path) -> None:
-    corpus = write_corpus(tmp_path / "text.jsonl", documents=1500)
+    corpus = runs.write_corpus(tmp_path / "text.jsonl", documents=1500)
     # At 128 rows in a forward pass, three passes: two for one rank, one and an empty one for the other.
     rows = 300
-    train(arguments(tmp_path, corpus, "train.steps=3", f"eval.rows={rows}"))
-    trained = records(tmp_path / "runs/test", "eval")[3]
+    runs.train(runs.arguments(tmp_path, corpus, "train.steps=3", f"eval.rows={rows}"))
+    trained = runs.records(tmp_path / "runs/test", "eval")[3]
 
     def evaluate(ranks: int) -> dict[str, Any]:
         out = tmp_path / f"{ranks}.json"
         given = [f"evaluate.checkpoint={tmp_path / 'runs/test'}", f"evaluate.out={out}", f"eval.rows={rows}"]
         given.append("eval.contexts=[32]")
-        finished = run("evaluate", [*given, "train.device=cpu"], ranks)
-        assert finished.returncode == 0, finished.stderr[-4000:]
+        finished = runs.run("evaluate", [*given, "train.device=cpu"], ranks, code=0)
         assert finished.stdout.count("bits/byte") == 1, "one rank reports"
         return json.loads(out.read_text())
 
@@ -45,10 +43,9 @@ def test_evaluate_is_the_same_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_generate_on_two_ranks(tmp_path: Path, corpus: Path) -> None:
-    train(arguments(tmp_path, corpus, "train.steps=2"))
+    runs.train(runs.arguments(tmp_path, corpus, "train.steps=2"))
     given = [f"generate.checkpoint={tmp_path / 'runs/test'}", "generate.max_new_tokens=5", "train.device=cpu"]
-    one, two = run("generate", given), run("generate", given, ranks=2)
-    assert (one.returncode, two.returncode) == (0, 0), two.stderr[-4000:]
+    one, two = runs.run("generate", given, code=0), runs.run("generate", given, ranks=2, code=0)
     assert one.stdout
     assert two.stdout == one.stdout, "one rank writes"
 
@@ -57,9 +54,7 @@ def test_prepare_on_two_ranks(tmp_path: Path, corpus: Path) -> None:
     def prepare(ranks: int) -> str:
         out = tmp_path / f"{ranks}"
         given = ["data=local", f"data.path={corpus}", "tokenizer=bytes", f"data.out={out}"]
-        finished = run("prepare", given, ranks)
-        assert finished.returncode == 0, finished.stderr[-4000:]
-        return finished.stdout.replace(str(out), "OUT")
+        return runs.run("prepare", given, ranks, code=0).stdout.replace(str(out), "OUT")
 
     one, two = prepare(1), prepare(2)
     assert two == one, "one rank reports, and the same"
@@ -71,7 +66,7 @@ def test_prepare_on_two_ranks(tmp_path: Path, corpus: Path) -> None:
 
 def averaged(directory: Path, corpus: Path, stop_at: int, parallel: str = "auto") -> list[str]:
     ema = ["checkpoint.every=1", f"optim.ema_decay={DECAY}", f"train.stop_at={stop_at}", f"parallel={parallel}"]
-    return arguments(directory, corpus, "eval.every=2", *ema)
+    return runs.arguments(directory, corpus, "eval.every=2", *ema)
 
 
 def stored(directory: Path, step: int) -> dict[str, dict[str, Tensor]]:
@@ -81,7 +76,7 @@ def stored(directory: Path, step: int) -> dict[str, dict[str, Tensor]]:
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[str, dict[str, Tensor]]:
     directory = tmp_path_factory.mktemp("single")
-    train(averaged(directory, corpus, 4))
+    runs.train(averaged(directory, corpus, 4))
     return stored(directory, 4)
 
 
@@ -91,15 +86,15 @@ def test_a_moving_average_on_two_ranks(
 ) -> None:
     """After restarts on two ranks and then on one, too. Caught: an average of a rank's own rows of matrices that FSDP2
     has lent to a validation, one that a restart or another layout begins anew."""
-    train(averaged(tmp_path, corpus, 2, parallel), ranks=2)
-    train(averaged(tmp_path, corpus, 4, parallel), ranks=2)
+    runs.train(averaged(tmp_path, corpus, 2, parallel), ranks=2)
+    runs.train(averaged(tmp_path, corpus, 4, parallel), ranks=2)
     after_4 = stored(tmp_path, 4)
     assert after_4["ema"].keys() == single["ema"].keys()
     for key, x in single["ema"].items():
         # The ranks' sums round otherwise, and Adam divides a gradient by its own size.
         assert (after_4["ema"][key] - x).norm() <= 1e-4 * x.norm(), key
         assert (x - single["model"][key]).norm() > 1e-3 * x.norm(), key
-    train(averaged(tmp_path, corpus, 5))
+    runs.train(averaged(tmp_path, corpus, 5))
     after_5 = stored(tmp_path, 5)
     for key, x in after_5["ema"].items():
         expected = DECAY * after_4["ema"][key].double() + (1 - DECAY) * after_5["model"][key].double()
@@ -108,7 +103,7 @@ def test_a_moving_average_on_two_ranks(
 
 def kill(process: fork_server.Started) -> None:
     """kill -9 of torchrun and of its ranks, which torchrun has put into sessions of their own."""
-    ranks = children(process)
+    ranks = runs.children(process)
     # Stopped first: a rank that outlives another by a moment would find it gone and write exit.json.
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in [process.pid, *ranks]:
@@ -120,18 +115,17 @@ def kill(process: fork_server.Started) -> None:
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_four_ranks_killed_and_resumed(tmp_path: Path, corpus: Path, parallel: str) -> None:
     options = [f"parallel={parallel}", "train.steps=24", "checkpoint.every=6"]
-    whole, parts = arguments(tmp_path / "whole", corpus, *options), arguments(tmp_path / "parts", corpus, *options)
-    train(whole, ranks=4)
-    process = start(parts, ranks=4)
+    whole, parts = (runs.arguments(tmp_path / name, corpus, *options) for name in ("whole", "parts"))
+    runs.train(whole, ranks=4)
+    process = runs.start(parts, ranks=4)
     directory = tmp_path / "parts/runs/test"
-    wait_for_step(directory, 8)
+    runs.wait_for_step(directory, 8)
     kill(process)
     assert not (directory / "exit.json").exists(), "killed too late to show anything"
-    train(parts, ranks=4)
-    starts = json.loads((directory / "run.json").read_text())["starts"]
-    assert len(starts) == 2
-    assert numbers(directory) == numbers(tmp_path / "whole/runs/test")
-    losses = [loss for loss, *_ in numbers(directory).values()]
+    runs.train(parts, ranks=4)
+    assert len(runs.starts(directory)) == 2
+    assert runs.numbers(directory) == runs.numbers(tmp_path / "whole/runs/test")
+    losses = [loss for loss, *_ in runs.numbers(directory).values()]
     assert len(losses) == 24
     assert losses[-1] < 0.95 * losses[0]
-    assert max(norm for _, norm, *_ in numbers(directory).values()) > 1.0, "never clipped"
+    assert max(norm for _, norm, *_ in runs.numbers(directory).values()) > 1.0, "never clipped"

@@ -1,6 +1,5 @@
 """Runs of somebody else: their configs name code, places and texts, and no verb runs, writes or reads them."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -13,6 +12,7 @@ import yaml
 from ngpt_train.__main__ import main
 from ngpt_train.study.audit.auditing import copy_checkpoint
 from tests.processes.runs import arguments, run, train, write_corpus
+from tests.processes.test_hostile_checkpoints import sign
 
 TASK = "task: evil\ndataset_path: json\noutput_type: loglikelihood\nprocess_docs: !function evil.docs\n"
 HERE = ["train.device=cpu"]
@@ -53,12 +53,8 @@ def forge(directory: Path, **sections: dict[str, Any]) -> None:
         for section, values in sections.items():
             config[section] |= values
         file.write_text(yaml.safe_dump(config))
-        manifest = file.with_name("MANIFEST.json")
-        if manifest.exists():
-            content = json.loads(manifest.read_text())
-            checksum = hashlib.sha256(file.read_bytes()).hexdigest()
-            content["files"][file.name] = {"bytes": file.stat().st_size, "sha256": checksum}
-            manifest.write_text(json.dumps(content))
+        if file.with_name("MANIFEST.json").exists():
+            sign(file.parent, file.name)
 
 
 def verbs(path: Path, out: Path, trained: Path) -> dict[str, list[str]]:
@@ -90,13 +86,9 @@ def assert_nothing_of_theirs(directory: Path) -> None:
 def test_a_config_names_neither_code_nor_places(theirs: Path, trained: Path, tmp_path: Path, verb: str) -> None:
     """The other verbs are below. Caught: Python of task files that a run names; shards, compiled code or results where
     it says."""
-    finished = run(*split(verbs(theirs, tmp_path, trained)[verb]))
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    name, *given = verbs(theirs, tmp_path, trained)[verb]
+    run(name, given, code=0)
     assert_nothing_of_theirs(tmp_path)
-
-
-def split(command: list[str]) -> tuple[str, list[str]]:
-    return command[0], command[1:]
 
 
 @pytest.mark.parametrize("verb", ["audit", "evaluate", "probe", "analyze"])
@@ -116,8 +108,7 @@ def test_a_text_is_read_once_it_is_named(
     assert f"data.path={secret}: the config of the run names it" in said
     assert f"To read it add {name}" in said or verb == "analyze"
     assert not (tmp_path / "ours").exists()
-    finished = run(*split([*command, *name.split()]))
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    finished = run(command[0], [*command[1:], *name.split()], code=0)
     assert_nothing_of_theirs(tmp_path)
     if verb == "evaluate":
         losses = [json.loads(x) for x in (theirs / "metrics.jsonl").read_text().splitlines() if '"eval"' in x]

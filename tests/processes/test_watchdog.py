@@ -1,6 +1,5 @@
 """A rank that hangs is named, and ends the job, long before a collective gives up."""
 
-import json
 import os
 import re
 import signal
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.runs import arguments, children, records, start, wait_for_step
+from tests.processes.runs import arguments, began_at, children, end_of, records, start, wait_for_step
 
 SECONDS = 6.0
 
@@ -28,7 +27,7 @@ def test_a_rank_that_is_stopped(tmp_path: Path, corpus: Path) -> None:
     assert process.returncode != 0
     assert re.search(rf"hung: rank 1 \(process {pid} on \S+, in .*\) has given no sign of life for \d+ s", output)
     assert re.search(rf"rank 1 \(process {pid} .*:\n  no answer", output), output
-    end = json.loads((tmp_path / "runs/test/exit.json").read_text())
+    end = end_of(tmp_path / "runs/test")
     assert end["code"] == 1
     assert end["reason"].startswith("hung: rank 1 ")
 
@@ -46,8 +45,7 @@ def test_a_rank_that_never_comes_back_from_a_step(tmp_path: Path, corpus: Path) 
     stack = output[output.index("All ranks end") :]
     assert "in sleeping_beauty" in stack.split("rank 0")[0], "the culprit's stack comes first"
     assert sorted(records(tmp_path / "runs/test")) == list(range(1, 15))
-    starts = json.loads((tmp_path / "runs/test/run.json").read_text())["starts"]
-    assert [entry["step"] for entry in starts] == [0, 9]
+    assert began_at(tmp_path / "runs/test") == [0, 9]
 
 
 @pytest.mark.slow

@@ -7,14 +7,12 @@ import numpy as np
 
 from ngpt_train.analysis.measures.batch_statistics import KINDS
 from ngpt_train.analysis.measures.gradient_norms import PARAMETERS, SECOND
-from ngpt_train.analysis.measures.of_run import Curve, NoMeaning, OfRun, by_layer, named_curve, some
+from ngpt_train.analysis.measures.of_run import Curve, NoMeaning, OfRun, by_layer, named_curve, some, zipped
 
 
 def over_steps(records: Iterable[Mapping[str, Any]], name: str, factor: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
     """Steps and the number `name`, times `factor`, of the records that have it."""
-    found = [(r["step"], factor * r[name]) for r in records if isinstance(r.get(name), (int, float))]
-    steps, values = np.array(found, dtype=np.float64).reshape(-1, 2).T
-    return steps, values
+    return zipped([(r["step"], factor * r[name]) for r in records if isinstance(r.get(name), (int, float))])
 
 
 def of_layers(
@@ -27,7 +25,7 @@ def of_layers(
         for layer, key in layers.items():
             steps, values = over_steps(run.telemetry, key, factor)
             if len(steps):
-                yield Curve(panel, " ".join(filter(None, (named_curve(stack, f"layer {layer}"), said))), steps, values)
+                yield Curve(panel, named_curve(stack, f"layer {layer} {said}"), steps, values)
 
 
 def found_in(run: OfRun, curves: Iterable[Curve], of_what: str) -> list[Curve]:

@@ -82,18 +82,11 @@ def figure_4(run: OfRun) -> list[Curve]:
     return curves
 
 
-def singular_values_over_largest(E: Tensor) -> Tensor:
-    """sigma_i / sigma_1 of E `(V, d)`, fp64, the largest first."""
-    sigma = torch.linalg.svdvals(E.double())
-    return sigma / sigma[0]
-
-
 def powernorm_figure_6(run: OfRun) -> list[Curve]:
     """PowerNorm, figure 6: sigma_i / sigma_1, the singular values of the embedding matrix divided by the largest. It is
     not centred. fp64."""
-    return [
-        Curve(which, "", *over_ranks(singular_values_over_largest(E))) for which, E in of_model(run.weights).items()
-    ]
+    spectra = {which: singular_values(E) for which, E in of_model(run.weights).items()}
+    return [Curve(which, "", *over_ranks(sigma / sigma[0])) for which, sigma in spectra.items()]
 
 
 # The paper's panels: Q, K and V by head, and the matrices of the MLP whole.

@@ -9,7 +9,7 @@ targets. Its decoder begins with the id before the first target, and its encoder
 that, as in training (data/rows.py: PrefixContinuation).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from ngpt_train.core.constants import PADDING
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.distributed.world import World
-from ngpt_train.evaluation.validation import CHUNK_TOKENS, evaluating, shares
+from ngpt_train.evaluation.validation import CHUNK_TOKENS, evaluating, longest_first, shares
 from ngpt_train.models.decoder import Decoder
 
 MOST_NEW_TOKENS = 256  # the harness's own default
@@ -187,7 +187,9 @@ def log_likelihoods(
     if any(len(ids) <= n_targets for ids, n_targets in scored):
         raise ValueError("a continuation needs a context of one id or more")
     cut = windows(model, scored)
-    batches = list(_batches(cut, model.config.source_length(model.config.context), model.embedding.shape[0]))
+    source, vocab_size = model.config.source_length(model.config.context), model.embedding.shape[0]
+    lengths = [_length(window, source) for window in cut]
+    batches = list(longest_first(lengths, lambda n: min(CHUNK_TOKENS // n, MOST_LOGITS // (n * vocab_size))))
     found = torch.zeros(2, len(cut), dtype=torch.float64, device=world.device)
     with evaluating(model, world):
         for index, counts in shares(len(batches), world):
@@ -201,17 +203,6 @@ def log_likelihoods(
     np.add.at(sums, of, log_p_of_windows)
     np.logical_and.at(greedy, of, all_best > 0)
     return sums, greedy
-
-
-def _batches(cut: Sequence[Window], source: int, vocab_size: int) -> Iterator[list[int]]:
-    """The windows of each forward pass, by their numbers. The longest come first, so that too little memory shows at
-    once."""
-    order = sorted(range(len(cut)), key=lambda i: -_length(cut[i], source))
-    while order:
-        length = _length(cut[order[0]], source)
-        fitting = max(1, min(CHUNK_TOKENS // length, MOST_LOGITS // (length * vocab_size)))
-        yield order[:fitting]
-        order = order[fitting:]
 
 
 def _length(window: Window, source: int) -> int:

@@ -138,13 +138,10 @@ class Tasks:
             if not any(map(task.doc_to_target, task.eval_docs)):
                 raise DataError(f"tasks: all texts of {name} are empty; give it text, or leave it out")
 
-    @property
-    def n_documents(self) -> int:
-        return sum(len(task.eval_docs) for task in self._loaded["tasks"].values())
-
     def notes(self) -> list[str]:
         """Sentences for the log."""
-        found = [f"tasks: {', '.join(self._loaded['tasks'])}; {self.n_documents:,} documents"]
+        n_documents = sum(len(task.eval_docs) for task in self._loaded["tasks"].values())
+        found = [f"tasks: {', '.join(self._loaded['tasks'])}; {n_documents:,} documents"]
         return found + [f"{name} is left out: {why}" for name, why in self.left_out.items()]
 
     def __call__(self, model: Decoder, tokenizer: Tokenizer, world: World) -> TaskResults:

@@ -1,6 +1,7 @@
 """The base of layouts whose program has one form of `composed`: keys, tensors and sizes as tables."""
 
 import dataclasses
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import DataError
-from ngpt_train.interop.layouts.layout import NOTE, Layout, check_tensors, differing_key, empty_model, shapes_of
+from ngpt_train.interop.layouts.layout import NOTE, Layout, check_tensors, differing_key, turned, turned_shapes
 from ngpt_train.models.composed.keys import ComposedConfig
 from ngpt_train.models.composed_encoder_decoder.keys import ComposedEncoderDecoderConfig
 
@@ -22,9 +23,7 @@ FREE = {
 
 
 class FormLayout(Layout):
-    """A model of `schema` with the keys `form`, as transformers' class `architecture`.
-
-    transformers stores every matrix as (out, in): ours that write to the residual stream are transposed."""
+    """A model of `schema` with the keys `form`, as transformers' class `architecture`."""
 
     for_transformers = True
     files = ()
@@ -69,7 +68,7 @@ class FormLayout(Layout):
         return {"name": self.schema().name, **self.form, "psi_warmup_steps": 0, "group_scaling": 0, **sizes}
 
     def to_foreign(self, weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-        found = {place: _turned(name, weights[name]) for name, place in self.names(config).items()}
+        found = {place: turned(name, weights[name]) for name, place in self.names(config).items()}
         return found | self.constants(config, weights["embedding"])
 
     def from_foreign(
@@ -79,17 +78,20 @@ class FormLayout(Layout):
             raise DataError(f"config.json: model_type={self.name}: only exports of ours are read; others {self.others}")
         keys = self.model_keys(config_json)
         config = self.schema(**keys)
-        shapes, places = shapes_of(empty_model(config, weights)), self.names(config)
+        shapes, places = turned_shapes(config, weights), self.names(config)
         constants = self.constants(config, torch.empty(shapes["embedding"], device="meta"))
-        wanted = {place: shapes[name][:: -1 if _is_turned(name) else 1] for name, place in places.items()}
-        wanted |= {name: tuple(x.shape) for name, x in constants.items()}
-        check_tensors(weights, wanted, "the weights beside config.json")
-        return keys, {name: _turned(name, weights[place]) for name, place in places.items()}
+        wanted = {place: shapes[name] for name, place in places.items()}
+        check_tensors(weights, wanted | {name: tuple(x.shape) for name, x in constants.items()})
+        return keys, {name: turned(name, weights[place]) for name, place in places.items()}
 
 
-def _is_turned(name: str) -> bool:
-    return name.endswith((".wo", ".w_down"))
+def with_biases(modules: Mapping[str, str]) -> dict[str, str]:
+    """The program's names of the weight and the bias of each of its modules, by canonical name.
 
-
-def _turned(name: str, weight: Tensor) -> Tensor:
-    return (weight.T if _is_turned(name) else weight).contiguous()
+    modules: by the canonical name of the weight; `w_u` has the bias `b_u`, and `norm_attn` the bias `norm_attn.bias`.
+    """
+    found: dict[str, str] = {}
+    for weight, module in modules.items():
+        bias = f"{weight}.bias" if "norm" in weight else re.sub(r"\bw", "b", weight)
+        found |= {weight: f"{module}.weight", bias: f"{module}.bias"}
+    return found

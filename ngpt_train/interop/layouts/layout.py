@@ -109,12 +109,30 @@ def shapes_of(model: Decoder) -> dict[str, tuple[int, ...]]:
     }
 
 
+def is_turned(name: str) -> bool:
+    """True for W_o and W_down, which other programs store transposed: they apply every matrix from the left."""
+    return name.endswith((".wo", ".w_down"))
+
+
+def turned(name: str, weight: Tensor) -> Tensor:
+    """The weight with this canonical name as other programs store it, and the inverse."""
+    return (weight.T if is_turned(name) else weight).contiguous()
+
+
+def turned_shapes(config: ModelConfig, found: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """The shape of each weight as other programs store it, by canonical name. Raises as `empty_model`."""
+    shapes = shapes_of(empty_model(config, found))
+    return {name: shape[::-1] if is_turned(name) else shape for name, shape in shapes.items()}
+
+
 def check_layers(n_layers: int, found: Mapping[str, Tensor]) -> None:
     if n_layers > len(found):
         raise DataError(f"a model of {n_layers:,} layers, but there are {len(found):,} tensors")
 
 
-def check_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Sequence[int]], where: str) -> None:
+def check_tensors(
+    found: Mapping[str, Tensor], wanted: Mapping[str, Sequence[int]], where: str = "the weights beside config.json"
+) -> None:
     """Raises DataError with every tensor that is missing or unknown, or has another shape or an integer dtype."""
     problems = [f"missing: {name} {tuple(shape)}" for name, shape in wanted.items() if name not in found]
     problems += [

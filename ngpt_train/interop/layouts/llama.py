@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import DataError
-from ngpt_train.interop.layouts.layout import NOTE, Layout, check_tensors, empty_model, shapes_of
+from ngpt_train.interop.layouts.layout import NOTE, Layout, check_tensors, turned, turned_shapes
 from ngpt_train.models.gpt.keys import GPTConfig
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
@@ -31,7 +31,6 @@ OF_LAYER = {
     "norm_attn": "input_layernorm.weight",
     "norm_mlp": "post_attention_layernorm.weight",
 }
-TRANSPOSED = ("wo", "w_down")
 ROTATED = ("wq", "wk", "q_norm", "k_norm")  # RoPE pairs their rows
 INV_FREQ = "rotary_emb.inv_freq"  # a table of RoPE's frequencies in old files; rope_theta gives it too
 ACTIVATIONS = ("silu", "gelu")  # GPT and transformers both mean the exact GELU
@@ -113,12 +112,8 @@ class LlamaLayout(Layout):
             if not torch.equal(output, weights.get(EMBEDDING, output[:0])):
                 problem = f"tie_word_embeddings=true, but {OUTPUT} is not {EMBEDDING}"
                 raise DataError(f"config.json: {problem}. Set tie_word_embeddings to false")
-        shapes, places = shapes_of(empty_model(config, weights)), names(config)
-        wanted = {
-            place: shapes[name][::-1] if name.rpartition(".")[2] in TRANSPOSED else shapes[name]
-            for name, place in places.items()
-        }
-        check_tensors(weights, wanted, "the weights beside config.json")
+        shapes, places = turned_shapes(config, weights), names(config)
+        check_tensors(weights, {place: shapes[name] for name, place in places.items()})
         return keys, {name: _stored(name, weights[place], config, to_interleaved) for name, place in places.items()}
 
 
@@ -145,10 +140,9 @@ def names(config: ModelConfig) -> dict[str, str]:
 
 def _stored(name: str, weight: Tensor, config: ModelConfig, reorder: Callable[[Tensor, int], Tensor]) -> Tensor:
     """The weight as the other side stores it. reorder: `to_half` for an export, `to_interleaved` for an import."""
-    part = name.rpartition(".")[2]
-    if part in ROTATED and config.rope_layout == "interleaved":
+    if name.rpartition(".")[2] in ROTATED and config.rope_layout == "interleaved":
         return reorder(weight, config.d_model // config.n_heads)
-    return (weight.T if part in TRANSPOSED else weight).contiguous()
+    return turned(name, weight)
 
 
 def to_half(rows: Tensor, d_head: int) -> Tensor:

@@ -11,35 +11,26 @@ import torch
 from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.interop.layouts.form import FREE, FormLayout
+from ngpt_train.interop.layouts.form import FREE, FormLayout, with_biases
 from ngpt_train.models.composed_encoder_decoder.keys import ComposedEncoderDecoderConfig
 from ngpt_train.models.layers.positions import sinusoids
 
-ATTENTION = {
-    **{
-        f"{kind}{letter}": f"{letter}_proj.{part}"
-        for letter in "qkv"
-        for kind, part in (("w", "weight"), ("b", "bias"))
-    },
-    "wo": "out_proj.weight",
-    "bo": "out_proj.bias",
-}
-OF_BLOCK = {
-    **{ours: f"self_attn.{theirs}" for ours, theirs in ATTENTION.items()},
-    "norm_post_attn": "self_attn_layer_norm.weight",
-    "norm_post_attn.bias": "self_attn_layer_norm.bias",
-    "w_u": "fc1.weight",
-    "b_u": "fc1.bias",
-    "w_down": "fc2.weight",
-    "b_down": "fc2.bias",
-    "norm_post_mlp": "final_layer_norm.weight",
-    "norm_post_mlp.bias": "final_layer_norm.bias",
-}
-OF_CROSS = {
-    **{f"cross.{ours}": f"encoder_attn.{theirs}" for ours, theirs in ATTENTION.items()},
-    "norm_post_cross": "encoder_attn_layer_norm.weight",
-    "norm_post_cross.bias": "encoder_attn_layer_norm.bias",
-}
+ATTENTION = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "out_proj"}
+OF_BLOCK = with_biases(
+    {
+        **{ours: f"self_attn.{theirs}" for ours, theirs in ATTENTION.items()},
+        "norm_post_attn": "self_attn_layer_norm",
+        "w_u": "fc1",
+        "w_down": "fc2",
+        "norm_post_mlp": "final_layer_norm",
+    }
+)
+OF_CROSS = with_biases(
+    {
+        **{f"cross.{ours}": f"encoder_attn.{theirs}" for ours, theirs in ATTENTION.items()},
+        "norm_post_cross": "encoder_attn_layer_norm",
+    }
+)
 # The form, as keys of model.*.
 FORM = {
     "translates": True,

@@ -8,37 +8,33 @@ import torch
 from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.interop.layouts.form import FREE, FormLayout
+from ngpt_train.interop.layouts.form import FREE, FormLayout, with_biases
 from ngpt_train.models.composed.keys import ComposedConfig
 
 OUTSIDE = {
     "embedding": "roberta.embeddings.word_embeddings.weight",
     "positions": "roberta.embeddings.position_embeddings.weight",
-    "norm_embedding": "roberta.embeddings.LayerNorm.weight",
-    "norm_embedding.bias": "roberta.embeddings.LayerNorm.bias",
-    "masked_head.w_head": "lm_head.dense.weight",
-    "masked_head.b_head": "lm_head.dense.bias",
-    "masked_head.norm_head": "lm_head.layer_norm.weight",
-    "masked_head.norm_head.bias": "lm_head.layer_norm.bias",
+    **with_biases(
+        {
+            "norm_embedding": "roberta.embeddings.LayerNorm",
+            "masked_head.w_head": "lm_head.dense",
+            "masked_head.norm_head": "lm_head.layer_norm",
+        }
+    ),
     "masked_head.b_output": "lm_head.bias",
 }
-OF_LAYER = {
-    **{
-        ours.format(letter): f"attention.self.{name}.{part}"
-        for letter, name in (("q", "query"), ("k", "key"), ("v", "value"))
-        for ours, part in (("w{}", "weight"), ("b{}", "bias"))
-    },
-    "wo": "attention.output.dense.weight",
-    "bo": "attention.output.dense.bias",
-    "norm_post_attn": "attention.output.LayerNorm.weight",
-    "norm_post_attn.bias": "attention.output.LayerNorm.bias",
-    "w_u": "intermediate.dense.weight",
-    "b_u": "intermediate.dense.bias",
-    "w_down": "output.dense.weight",
-    "b_down": "output.dense.bias",
-    "norm_post_mlp": "output.LayerNorm.weight",
-    "norm_post_mlp.bias": "output.LayerNorm.bias",
-}
+OF_LAYER = with_biases(
+    {
+        "wq": "attention.self.query",
+        "wk": "attention.self.key",
+        "wv": "attention.self.value",
+        "wo": "attention.output.dense",
+        "norm_post_attn": "attention.output.LayerNorm",
+        "w_u": "intermediate.dense",
+        "w_down": "output.dense",
+        "norm_post_mlp": "output.LayerNorm",
+    }
+)
 # The form, as keys of model.*.
 FORM = {
     "bidirectional": True,

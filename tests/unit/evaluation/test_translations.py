@@ -19,20 +19,26 @@ from tests.unit.data.test_pairs import texts
 NAMED = ["scale=debug", "tokenizer=bytes", "model.context=128", "logging.wandb.mode=disabled"]
 
 
+def run_of_pairs(directory: Path, **pairs: list[dict[str, str]]) -> list[str]:
+    """The arguments of a translating run on these pairs, `train` and `val`."""
+    for name, given in pairs.items():
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in given))
+    data = [f"data.path={directory / 'train.jsonl'}", f"data.val_files={directory / 'val.jsonl'}"]
+    data += [f"data.cache={directory / 'cache'}", f"run.root={directory / 'runs'}", "run.name=r"]
+    return ["model=ntransformer", "data=pairs", *data, *NAMED, "eval.beams=2", "optim.lr=1e-2"]
+
+
 def test_a_run_translates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Caught: translations that are not the held-out pairs', or not in their order; scores of other files than the
     written ones; a search that the keys do not reach; a line break inside of a line; a text beyond half a row."""
     pytest.importorskip("sacrebleu", reason="the extra [eval] is not installed")
     from sacrebleu.metrics import BLEU, CHRF
 
-    for name, n in (("train", 300), ("val", 20)):
-        pairs = texts(n, seed=n)
-        pairs[3] |= {"target": "deux\nlignes", "source": "word " * 40 if name == "val" else "a word"}
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    data = [f"data.path={tmp_path / 'train.jsonl'}", f"data.val_files={tmp_path / 'val.jsonl'}"]
-    run = ["model=ntransformer", "data=pairs", *data, *NAMED, f"data.cache={tmp_path / 'cache'}", "train.steps=30"]
-    run += ["eval.beams=2", "eval.every=15"]
-    assert main(["train", *run, f"run.root={tmp_path / 'runs'}", "run.name=r", "optim.lr=1e-2"]) == 0
+    of_train, pairs = texts(300, seed=300), texts(20, seed=20)
+    of_train[3] |= {"target": "deux\nlignes", "source": "a word"}
+    pairs[3] |= {"target": "deux\nlignes", "source": "word " * 40}
+    run = [*run_of_pairs(tmp_path, train=of_train, val=pairs), "train.steps=30", "eval.every=15"]
+    assert main(["train", *run]) == 0
     checkpoint = str(tmp_path / "runs" / "r")
     evaluate = ["evaluate", f"evaluate.checkpoint={checkpoint}"]
     assert main([*evaluate, "evaluate.beams=2", f"evaluate.out={tmp_path / 'b.json'}"]) == 0
@@ -85,11 +91,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_two_ranks_translate_a_part_each(tmp_path: Path) -> None:
     """Caught: references of another order than the translations; a rank without a pair. FSDP2 is refused."""
     pytest.importorskip("sacrebleu", reason="the extra [eval] is not installed")
-    for name, n in (("train", 200), ("val", 3)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in texts(n, seed=n)))
-    data = [f"data.path={tmp_path / 'train.jsonl'}", f"data.val_files={tmp_path / 'val.jsonl'}"]
-    run = ["model=ntransformer", "data=pairs", *data, *NAMED, f"data.cache={tmp_path / 'cache'}", "train.steps=12"]
-    run += ["eval.beams=2", "optim.lr=1e-2", f"run.root={tmp_path / 'runs'}", "run.name=r"]
+    run = [*run_of_pairs(tmp_path, train=texts(200, seed=200), val=texts(3, seed=3)), "train.steps=12"]
     refused = forked("train", [*run, "parallel=fsdp"], 2)
     assert refused.returncode
     assert "eval.beams" in refused.stderr

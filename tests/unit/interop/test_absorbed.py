@@ -1,8 +1,6 @@
 """anGPT as Qwen3ForCausalLM: its constants and alphas in the weights, and no code beside them."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,21 +13,12 @@ from ngpt_train.models import build_model, export_weights
 from ngpt_train.models.ngpt.keys import AlphaConfig, ScaleVectorConfig
 from tests.properties.architectures import ARCHITECTURES, VARIANTS, Size, angpt_with, config, error, jittered
 from tests.unit.interop.test_exchange import exported, run_of
+from tests.unit.interop.test_llama import in_transformers
 
 pytest.importorskip("transformers", reason="ngpt-train[hf] is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")
+LAYOUT = AnGPTLayout()
 SIZE = Size(d_model=32, n_layers=3, n_heads=4, vocab_size=61, n_kv_heads=2, d_mlp=80)
-
-
-def theirs(model: Any, folder: Path) -> Any:
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM
-
-    layout = AnGPTLayout()
-    (folder / "config.json").write_text(json.dumps(layout.config_json(model.config)))
-    weights = layout.to_foreign(export_weights(model), model.config)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @torch.no_grad()
@@ -42,7 +31,8 @@ def test_logits(name: str, tmp_path: Path) -> None:
         model = build_model(config(numbers, SIZE))
     else:
         model, _ = jittered((ARCHITECTURES | VARIANTS)[name], SIZE, torch.float32)
-    other = theirs(model, tmp_path)
+    foreign = LAYOUT.to_foreign(export_weights(model), model.config)
+    other = in_transformers("AutoModelForCausalLM", tmp_path, LAYOUT.config_json(model.config), foreign)
     assert type(other).__name__ == "Qwen3ForCausalLM"
     tokens = torch.randint(SIZE.vocab_size, (3, 50), generator=torch.Generator().manual_seed(0))
     ours = model.eval()(tokens)
@@ -56,7 +46,7 @@ def test_an_alpha_near_1_is_refused(alpha: float) -> None:
     """Caught: weights that are not finite, or whose digits are lost."""
     model = build_model(config(angpt_with(alpha_mlp=AlphaConfig("fixed", alpha)), SIZE))
     with pytest.raises(DataError, match=r"an alpha near 1 leaves .*\n  Set export.layout=safetensors"):
-        AnGPTLayout().to_foreign(export_weights(model), model.config)
+        LAYOUT.to_foreign(export_weights(model), model.config)
 
 
 def test_export(tmp_path: Path) -> None:

@@ -339,10 +339,6 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown": (config_of('{"model_type": "bert"}'), "model_type=bert is not"),
     "unknown key": (with_note(d_modell=64), "d_modell"),
     "another width": (with_note(d_model=128), r"embedding has shape \(259, 64\), and should have \(259, 128\)"),
-    "no tokenizer": (
-        lambda out: [path.unlink() for path in out.rglob("tokenizer*.json")],
-        "there is no tokenizer",
-    ),
 }
 
 

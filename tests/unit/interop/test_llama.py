@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.sections.verbs import LAYOUTS as OFFERED
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.interop.layouts import LAYOUTS, chosen_layout
+from ngpt_train.interop.layouts.layout import Layout
 from ngpt_train.interop.layouts.llama import LlamaLayout, logits_of_transformers, to_half
 from ngpt_train.interop.safetensors_files import write_tensors
 from ngpt_train.models import build_model, export_weights, load_weights
@@ -48,6 +50,26 @@ def jittered(config: GPTConfig) -> tuple[Decoder, dict[str, Tensor]]:
     return model.eval(), weights
 
 
+def brought_back(
+    layout: Layout, config: ModelConfig, there: dict[str, Any], weights: dict[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The model's keys and the foreign tensors, once every bit has come back. there: the content of config.json."""
+    foreign = layout.to_foreign(weights, config)
+    keys, back = layout.from_foreign(json.loads(json.dumps(there)), foreign)
+    assert back.keys() == weights.keys()
+    assert all(torch.equal(back[name], weights[name]) for name in weights)
+    assert build_model(type(config)(**keys)).n_params() == sum(value.numel() for value in weights.values())
+    return keys, foreign
+
+
+def in_transformers(kind: str, folder: Path, there: dict[str, Any], foreign: dict[str, Tensor]) -> Any:
+    """transformers' model of these files, by its class AutoModelFor...; skips the test without transformers."""
+    transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
+    (folder / "config.json").write_text(json.dumps(there))
+    write_tensors(folder, foreign, 1e9)
+    return getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
 def test_there_and_back(options: dict[str, Any], tmp_path: Path) -> None:
     """Caught: an import that permutes rows the wrong way, or loses an option: every bit comes back. In transformers: a
@@ -57,18 +79,12 @@ def test_there_and_back(options: dict[str, Any], tmp_path: Path) -> None:
     model, weights = jittered(config)
     layout = chosen_layout("auto", config)
     assert layout.name == ("qwen3" if config.qk_norm else "llama")
-    there, foreign = layout.config_json(config), layout.to_foreign(weights, config)
-    keys, back = layout.from_foreign(json.loads(json.dumps(there)), foreign)
-    assert back.keys() == weights.keys()
-    assert all(torch.equal(back[name], weights[name]) for name in weights)
+    there = layout.config_json(config)
+    keys, foreign = brought_back(layout, config, there, weights)
     expected = {**vars(config), "n_kv_heads": config.n_kv_heads or 4, "d_mlp": config.d_mlp or 256}
     assert keys == {name: expected[name] for name in keys}
-    assert build_model(GPTConfig(**keys)).n_params() == sum(value.numel() for value in weights.values())
 
-    transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
-    (tmp_path / "config.json").write_text(json.dumps(there))
-    write_tensors(tmp_path, foreign, 1e9)
-    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, local_files_only=True)
+    exported = in_transformers("AutoModelForCausalLM", tmp_path, there, foreign)
     assert type(exported).__name__ == there["architectures"][0]
     rows = torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

@@ -11,11 +11,9 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.evaluation.beam_search import translate
 from ngpt_train.interop.layouts import chosen_layout
 from ngpt_train.interop.layouts.marian import FORM, MarianLayout
-from ngpt_train.interop.safetensors_files import write_tensors
-from ngpt_train.models import build_model
 from ngpt_train.models.composed_encoder_decoder.keys import ComposedEncoderDecoderConfig
 from ngpt_train.models.encoder_decoder import EncoderDecoder
-from tests.unit.interop.test_llama import jittered
+from tests.unit.interop.test_llama import brought_back, in_transformers, jittered
 
 SIZES = {
     "d_model": 48,
@@ -40,20 +38,12 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert layout.name == "marian"
     ends = {"eos_token_id": EOS, "bos_token_id": EOS, "decoder_start_token_id": EOS}
     there = {**layout.config_json(CONFIG), **ends, "ngpt_train": {"layout": "marian"}}
-    foreign = layout.to_foreign(weights, CONFIG)
-    keys, back = layout.from_foreign(json.loads(json.dumps(there)), foreign)
-    assert back.keys() == weights.keys()
-    assert all(torch.equal(back[name], weights[name]) for name in weights)
-    assert build_model(ComposedEncoderDecoderConfig(**keys)).n_params() == sum(x.numel() for x in weights.values())
+    _, foreign = brought_back(layout, CONFIG, there, weights)
     with pytest.raises(DataError, match="only exports of ours"):
         layout.from_foreign({**there, "ngpt_train": None}, foreign)
 
-    transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
-    (tmp_path / "config.json").write_text(json.dumps(there))
     (tmp_path / "generation_config.json").write_text(json.dumps({**ends, "pad_token_id": EOS}))
-    write_tensors(tmp_path, foreign, 1e9)
-    exported = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.float32, local_files_only=True)
-    exported = exported.eval()
+    exported = in_transformers("AutoModelForSeq2SeqLM", tmp_path, there, foreign)
     rows = torch.randint(53, (3, 48), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         found = exported(rows[:, :24], decoder_input_ids=rows[:, 24:]).logits

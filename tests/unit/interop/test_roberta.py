@@ -1,6 +1,5 @@
 """A composed model of RoBERTa's form as RobertaForMaskedLM, and back."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +10,9 @@ from ngpt_train.__main__ import main
 from ngpt_train.core.errors import DataError
 from ngpt_train.interop.layouts import chosen_layout
 from ngpt_train.interop.layouts.roberta import FORM, RobertaLayout
-from ngpt_train.interop.safetensors_files import write_tensors
-from ngpt_train.models import build_model
 from ngpt_train.models.composed.keys import ComposedConfig
 from tests.processes.runs import arguments, write_corpus
-from tests.unit.interop.test_llama import jittered
+from tests.unit.interop.test_llama import brought_back, in_transformers, jittered
 
 SIZES = {"d_model": 64, "n_layers": 2, "n_heads": 4, "d_mlp": 96, "vocab_size": 61, "context": 24}
 CONFIG = ComposedConfig(psi_warmup_steps=0, group_scaling=0, norm_eps=1e-5, **SIZES, **FORM)
@@ -28,18 +25,11 @@ def test_there_and_back(tmp_path: Path) -> None:
     layout = chosen_layout("auto", CONFIG)
     assert layout.name == "roberta"
     there = {**layout.config_json(CONFIG), "ngpt_train": {"layout": "roberta"}}
-    foreign = layout.to_foreign(weights, CONFIG)
-    keys, back = layout.from_foreign(json.loads(json.dumps(there)), foreign)
-    assert back.keys() == weights.keys()
-    assert all(torch.equal(back[name], weights[name]) for name in weights)
-    assert build_model(ComposedConfig(**keys)).n_params() == sum(value.numel() for value in weights.values())
+    _, foreign = brought_back(layout, CONFIG, there, weights)
     with pytest.raises(DataError, match="only exports of ours"):
         layout.from_foreign({**there, "ngpt_train": None}, foreign)
 
-    transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
-    (tmp_path / "config.json").write_text(json.dumps(there))
-    write_tensors(tmp_path, foreign, 1e9)
-    exported = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path, dtype=torch.float32, local_files_only=True)
+    exported = in_transformers("AutoModelForMaskedLM", tmp_path, there, foreign)
     rows = torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         found = exported(rows).logits

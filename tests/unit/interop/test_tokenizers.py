@@ -13,8 +13,7 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.data.tokenizers import load_tokenizer
 from ngpt_train.data.tokenizers.sentence_piece import SentencePieceTokenizer
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
-from ngpt_train.interop.tokenizer_files import tokenizer_of, write_tokenizers
-from ngpt_train.interop.tokenizer_json import NoCounterpartError, tokenizer_json
+from ngpt_train.interop.tokenizer_files import NoCounterpartError, tokenizer_json, tokenizer_of, write_tokenizers
 
 tokenizers = pytest.importorskip("tokenizers", reason="the extra [tokenizers] is not installed")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import DataError
-from ngpt_train.interop.layouts.layout import Layout, check_tensors, checked_config, empty_model, shapes_of
+from ngpt_train.interop.layouts.layout import Layout, check_tensors, checked_config, turned, turned_shapes
 from ngpt_train.models.ngpt.keys import NGPTConfig
 
 MODEL_TYPE = "ngpt_train_ngpt"
@@ -82,15 +82,14 @@ class NGPTLayout(Layout):
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         keys = keys_of(config_json)
         config = checked_config(keys, NGPTConfig, "in config.json")
-        wanted = shapes_of(empty_model(config, weights))
+        shapes = turned_shapes(config, weights)
         # Some programs write both matrices of a tied pair.
         given = dict(weights)
         copy, table = given.get(OUTSIDE["output"]), given.get(OUTSIDE["embedding"])
         if config.tied_embeddings and copy is not None and table is not None and copy.equal(table):
             del given[OUTSIDE["output"]]
-        rows = {foreign(name): tuple(reversed(s)) if is_turned(name) else s for name, s in wanted.items()}
-        check_tensors(given, rows, "the weights beside config.json")
-        return keys, {name: turned(name, given[foreign(name)]) for name in wanted}
+        check_tensors(given, {foreign(name): shape for name, shape in shapes.items()})
+        return keys, {name: turned(name, given[foreign(name)]) for name in shapes}
 
 
 def foreign(name: str) -> str:
@@ -99,15 +98,6 @@ def foreign(name: str) -> str:
         return OUTSIDE[name]
     *block, weight = name.split(".")
     return ".".join(["model", *block, PLACES[weight]])
-
-
-def is_turned(name: str) -> bool:
-    """True if the modeling file has this matrix transposed: it applies matrices from the left."""
-    return name.endswith((".wo", ".w_down"))
-
-
-def turned(name: str, weight: Tensor) -> Tensor:
-    return weight.T.contiguous() if is_turned(name) else weight
 
 
 def keys_of(config_json: Mapping[str, Any]) -> dict[str, Any]:
