@@ -15,8 +15,8 @@ from functools import cached_property
 import numpy as np
 from scipy.optimize import minimize_scalar
 
-from ngpt_train.study.compare import BENDS_DOWN, NO_FORM
 from ngpt_train.study.compare.noise import Noise, Pair
+from ngpt_train.study.compare.phrases import BENDS_DOWN, NO_FORM
 
 BEYOND = 2.0  # factor beyond the baseline's budgets up to which the fit is extrapolated
 BENDS = (-1.5, 3.0)  # limits of c

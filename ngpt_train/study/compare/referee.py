@@ -8,7 +8,6 @@ from typing import Any
 
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.validate import show
-from ngpt_train.study.compare import BROUGHT
 from ngpt_train.study.compare.compared_keys import (
     HARDWARE,
     MEANING,
@@ -34,6 +33,7 @@ from ngpt_train.study.compare.compared_keys import (
     same,
     value_of,
 )
+from ngpt_train.study.compare.phrases import BROUGHT
 from ngpt_train.study.compare.runs import Run, common_budgets
 
 UNDER_TEST, FOLLOWS, CONFOUND = "under_test", "follows", "confound"

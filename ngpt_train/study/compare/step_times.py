@@ -18,9 +18,9 @@ from ngpt_train.config.stored import read_yaml
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json
 from ngpt_train.core.recorded import ABOVE_0, LIST, TABLE, TEXT, checked
-from ngpt_train.study.compare import MEASURED, OWN
 from ngpt_train.study.compare.equal_loss import Ratio
 from ngpt_train.study.compare.noise import t_quantile
+from ngpt_train.study.compare.phrases import MEASURED, OWN
 from ngpt_train.study.compare.runs import Run
 
 STEP_TIMES = "step_times.json"  # in the directory of a report

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from ngpt_train.config.validate import show
-from ngpt_train.study.compare import BY_OWN_CLOCKS, MEASURED, OWN, OWN_NOISE
 from ngpt_train.study.compare.equal_loss import Ratio, annealed_ratio, log_ratio, trend_of, within_schedule
 from ngpt_train.study.compare.intervals import Difference, detectable, difference_at, needed
 from ngpt_train.study.compare.noise import Noise, Pair
+from ngpt_train.study.compare.phrases import BY_OWN_CLOCKS, MEASURED, OWN, OWN_NOISE
 from ngpt_train.study.compare.runs import Run
 from ngpt_train.study.compare.step_times import Cost, Times, costs_between, in_units
 from ngpt_train.study.compare.trials import Arm, pair_of

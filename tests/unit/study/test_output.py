@@ -11,12 +11,12 @@ from markdown_it.token import Token
 
 from ngpt_train.report.page.chart import styles
 from ngpt_train.report.rounded import DASH, interval, si
-from ngpt_train.study.compare import BROUGHT
 from ngpt_train.study.compare.comparison import write_reports
 from ngpt_train.study.compare.output import series, tables, wording
 from ngpt_train.study.compare.output.charts import PICTURES, write_figures
 from ngpt_train.study.compare.output.comparison_page import html
 from ngpt_train.study.compare.output.document import code, console, document, escaped
+from ngpt_train.study.compare.phrases import BROUGHT
 from tests.example_report import BUDGETS, HOSTILE, SMALLEST, certificate, example
 
 MINUS = "\N{MINUS SIGN}"

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ngpt_train.study.compare import MEASURED, NO_FORM
 from ngpt_train.study.compare.end_losses import EndLosses
 from ngpt_train.study.compare.output.wording import UNITS, Report
+from ngpt_train.study.compare.phrases import MEASURED, NO_FORM
 
 RATIOS = (  # each coarser than the one before
     (0.1, 0.125, 0.2, 0.25, 0.33, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 6, 8, 12, 16, 24, 32),

@@ -8,7 +8,6 @@ from typing import Any, Self
 import numpy as np
 
 from ngpt_train.report.rounded import DASH, interval, number, percent, si
-from ngpt_train.study.compare import BY_OWN_CLOCKS, OWN_NOISE
 from ngpt_train.study.compare.equal_loss import EXTRAPOLATED, FLATTERS
 from ngpt_train.study.compare.intervals import POWER
 from ngpt_train.study.compare.output.series import end_losses, losses_by_seed
@@ -31,6 +30,7 @@ from ngpt_train.study.compare.output.wording import (
     values_in_arms,
     values_text,
 )
+from ngpt_train.study.compare.phrases import BY_OWN_CLOCKS, OWN_NOISE
 
 # Kinds of columns. In ARM the name of an arm gets its mark and stamps; only CODE cells are code.
 ARM, NUMBER, CODE, TEXT, VERDICT = "arm", "number", "code", "text", "verdict"

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ngpt_train.report.rounded import DASH, interval, number, percent, si
-from ngpt_train.study.compare import BROUGHT, OWN_NOISE
+from ngpt_train.study.compare.phrases import BROUGHT, OWN_NOISE
 
 Report = Mapping[str, Any]  # report.json
 
