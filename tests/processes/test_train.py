@@ -18,6 +18,7 @@ import torch
 from ngpt_train import load
 from ngpt_train.__main__ import main
 from ngpt_train.core import log
+from ngpt_train.training.checkpoint import save
 from tests.processes.runs import arguments, checkpoints, end_of, records, starts
 
 
@@ -261,6 +262,21 @@ def test_saved_before_evaluated(tmp_path: Path, corpus: Path, monkeypatch: pytes
     assert main(["train", *arguments(tmp_path, corpus)]) == 0
     assert sorted(records(directory, "eval")) == [0, 12]
     assert end_of(directory)["reason"] == "done"
+
+
+def test_failed_save_does_not_stop_the_run(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = save.write_tensors
+
+    def fail_once(*given: Any) -> object:
+        monkeypatch.setattr(save, "write_tensors", write)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(save, "write_tensors", fail_once)
+    assert main(["train", *arguments(tmp_path, corpus)]) == 0
+    assert "could not be written" in capsys.readouterr().out
+    assert checkpoints(tmp_path / "runs/test") == ["step_00000008", "step_00000012"]
 
 
 def row_files(directory: Path) -> dict[str, bytes]:
