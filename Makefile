@@ -9,6 +9,9 @@ BIN    := $(VENV)/bin
 
 # Pytest processes: `auto` is one a core and one more, at most 8. `make test WORKERS=0` runs all tests in one.
 WORKERS ?= auto
+# After so many seconds a test hangs: its stacks are printed and it fails. The longest takes 100 on two cores. A thread
+# ends its process, because a signal would not reach a test that hangs in torch.
+HANGS   := --timeout 600 --timeout-method thread
 # Where tests are looked for: `make test-exhaustive TESTS=tests/unit/kernels`.
 TESTS   ?= tests
 PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=30 --durations-min=5
@@ -19,10 +22,10 @@ quickstart: $(VENV)/.installed
 	$(BIN)/python -m ngpt_train study study=quickstart
 
 test: lint
-	$(PYTEST) -m "not slow and not exhaustive" $(TESTS)
+	$(PYTEST) $(HANGS) -m "not slow and not exhaustive" $(TESTS)
 
 test-slow: $(VENV)/.installed-dev
-	$(PYTEST) -m slow $(TESTS)
+	$(PYTEST) $(HANGS) -m slow $(TESTS)
 
 test-exhaustive: $(VENV)/.installed-dev
 	$(PYTEST) -m exhaustive $(TESTS)
