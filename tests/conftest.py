@@ -39,7 +39,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """A worker of pytest-xdist prints nothing of its own. What pytest-timeout says of a test that hangs is to be seen."""
+    """Workers of pytest-xdist print nothing. What pytest-timeout says of a test that hangs is to be seen."""
     if hasattr(session.config, "workerinput"):
         session.config.get_terminal_writer()._file = sys.__stderr__
 
