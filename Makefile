@@ -9,8 +9,8 @@ BIN    := $(VENV)/bin
 
 # Pytest processes: `auto` is one a core and one more, at most 8. `make test WORKERS=0` runs all tests in one.
 WORKERS ?= auto
-# After so many seconds a test hangs: its stacks are printed and it fails. The longest takes 100 on two cores. A thread
-# ends its process, because a signal would not reach a test that hangs in torch.
+# A test that takes so many seconds hangs, and fails; the longest takes 100 on two cores. A thread ends its process,
+# because a signal would not reach a test that hangs in torch.
 HANGS   := --timeout 600 --timeout-method thread
 # Where tests are looked for: `make test-exhaustive TESTS=tests/unit/kernels`.
 TESTS   ?= tests

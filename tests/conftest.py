@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -36,12 +35,6 @@ def pytest_xdist_auto_num_workers() -> int:
     """`-n auto`: one more than there are cores, because tests of processes wait for them; at most 8, because each holds
     torch and a fork server, some 1 GB."""
     return min(8, 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Workers of pytest-xdist print nothing. What pytest-timeout says of a test that hangs is to be seen."""
-    if hasattr(session.config, "workerinput"):
-        session.config.get_terminal_writer()._file = sys.__stderr__
 
 
 @pytest.fixture(autouse=True)

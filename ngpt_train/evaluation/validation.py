@@ -6,7 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.distributed.layouts import averaged_statistics
 from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.answers import Answers
-from ngpt_train.models.decoder import Decoder, Loss
+from ngpt_train.models.decoder import Decoder, Loss, uncompiled
 
 # Most tokens in one forward pass. Rows that share a matrix product change each other's rounding, so this is a constant;
 # train.micro_rows may depend on the number of ranks.
@@ -310,11 +310,8 @@ def not_training(model: Decoder, world: World) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: Decoder, world: World) -> Iterator[None]:
-    """`not_training` without gradients, for texts of any length. Compiled blocks run uncompiled, because they would be
-    compiled again for each length."""
-    is_compiled = any(block._compiled_call_impl is not None for block in model.blocks())
-    eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
-    with torch.no_grad(), not_training(model, world), eager:
+    """`not_training` without gradients, for texts of any length."""
+    with torch.no_grad(), not_training(model, world), uncompiled(model):
         yield
 
 

@@ -5,6 +5,7 @@ one device: ngpt_train/distributed applies compile, activation checkpointing, DD
 """
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -349,3 +350,10 @@ class Decoder(nn.Module):
 def in_matrices(module: nn.Module) -> int:
     """Number of values in the matrices of a module."""
     return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim == 2)
+
+
+def uncompiled(model: Decoder) -> AbstractContextManager[object]:
+    """Inside, compiled blocks run uncompiled. For texts of many lengths they would be compiled again and again."""
+    is_compiled = any(block._compiled_call_impl is not None for block in model.blocks())
+    # Not always set_stance, which imports torch._dynamo.
+    return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()

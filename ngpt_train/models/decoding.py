@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ngpt_train.models.decoder import Decoder
+from ngpt_train.models.decoder import Decoder, uncompiled
 from ngpt_train.models.encoder_decoder import EncoderDecoder, source_of
 from ngpt_train.models.layers.attention import Attention
 from ngpt_train.models.layers.documents import Mask
@@ -55,7 +55,7 @@ class Recomputed:
 
     def after(self, rows: Iterable[int]) -> dict[int, Tensor]:
         """Logits `(V,)` after the last token of each of the rows."""
-        with torch.compiler.set_stance("force_eager"):  # each text has another length
+        with uncompiled(self.model):
             texts = {row: (self.prompts[row], self.prompts[row].new_tensor(self.new[row])) for row in rows}
             return {row: self.model.next_token_logits(*text) for row, text in texts.items()}
 
@@ -150,7 +150,7 @@ class Cached(Recomputed):
                 attention.cache = None
 
     def first(self) -> Tensor:
-        with torch.compiler.set_stance("force_eager"):  # prompts have many lengths
+        with uncompiled(self.model):
             texts = self.first_tokens()
             self.n_kept = [len(text) for text in texts]
             self.slots.of_tokens = None

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ngpt_train.core.recorded import Record
-from ngpt_train.distributed.layouts import resolve_compile
 from ngpt_train.observe.telemetry import Numbers, Part
 from ngpt_train.observe.telemetry.batch_distances import RunningStatistics
 from ngpt_train.observe.telemetry.scores import AttentionScores
@@ -31,8 +30,7 @@ class Telemetry(Observer):
 
     def __init__(self, state: TrainState) -> None:
         model, world = state.model, state.world
-        compiled = resolve_compile(state.config.train.compile, world.device.type)
-        self._scores = AttentionScores(model, compiled, world.device)
+        self._scores = AttentionScores(model, world.device)
         self._running = RunningStatistics(model, world.size, world.device)
         turns = model.on_sphere or state.config.optim.matrix_step is not None
         self._weights = WeightChanges(model, world.is_main, world.device, turns)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ngpt_train.kernels.attention import watched
-from ngpt_train.models.decoder import Decoder
+from ngpt_train.models.decoder import Decoder, uncompiled
 from ngpt_train.models.weights import canonical
 from ngpt_train.observe.telemetry import Numbers, Record, ratio, stacked
 
@@ -22,13 +22,10 @@ MOST_SCORES = 2**24  # scores in memory at a time: 64 MB in fp32
 
 
 class AttentionScores:
-    """Scores of the first row of this rank's first micro batch, by the weights and statistics before the step.
+    """Scores of the first row of this rank's first micro batch, by the weights and statistics before the step."""
 
-    compiled: True if the model's blocks are compiled.
-    """
-
-    def __init__(self, model: Decoder, compiled: bool, device: torch.device) -> None:
-        self.model, self.compiled, self.device = model, compiled, device
+    def __init__(self, model: Decoder, device: torch.device) -> None:
+        self.model, self.device = model, device
         self.places = {module: canonical(place) for place, module in model.named_modules()}
         self._inside: list[nn.Module] = []  # the modules that are being called, the innermost last
         self._doc_ids: Tensor | None = None
@@ -44,8 +41,7 @@ class AttentionScores:
         self._largest, self._saturated, self._n_rows = {}, {}, {}
         was_training = self.model.training
         self.model.eval()
-        eager = torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
-        with eager, self._places_known(), watched(self._look):
+        with uncompiled(self.model), self._places_known(), watched(self._look):
             self.model(*row)
         self.model.train(was_training)
 

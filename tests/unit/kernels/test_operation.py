@@ -1,5 +1,7 @@
 """The decorators that run a twin in place of a formula, or log that there is no kernel."""
 
+import logging
+
 import pytest
 import torch
 from torch import Tensor
@@ -51,6 +53,18 @@ def test_what_runs(kernels: str, without: str | None, x: float, expected: float)
     with dispatch.chosen("torch"):
         assert compiled(given).tolist() == [102.0 if x > 0 else -2.0] * 3
     assert shift.formula is plain
+
+
+def test_a_line_of_traced_code(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: a break of the graph at each line."""
+    monkeypatch.setattr(log, "_said", set())
+
+    def said(x: Tensor) -> Tensor:
+        log.say_once(logging.WARNING, "no kernel")
+        return x + 1
+
+    assert torch.compile(said, backend="eager", fullgraph=True)(torch.ones(1)).item() == 2
+    assert caplog.messages.count("no kernel") == 1
 
 
 def test_arguments_by_name() -> None:
