@@ -1,6 +1,5 @@
 """Ranks of several hosts, seen by one of them."""
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -19,6 +18,7 @@ from ngpt_train.distributed.world import RankLostError, World
 from ngpt_train.training.hooks import watchdog
 from ngpt_train.training.hooks.watchdog import Watchdog
 from ngpt_train.training.loop import STEP
+from tests.processes import fork_server
 
 SECONDS = 0.5
 RUN: Any = None  # of which the watchdog asks nothing
@@ -40,20 +40,11 @@ def beside(size: int = 2) -> World:
 
 @pytest.fixture
 def server() -> Iterator[tuple[int, int]]:
-    """The process of a store, and its port."""
-    reader, writer = multiprocessing.Pipe(duplex=False)
-
-    def serve() -> None:
-        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        writer.send(store.port)
-        time.sleep(1000)
-
-    process = multiprocessing.get_context("fork").Process(target=serve, daemon=True)
-    process.start()
-    assert process.pid is not None
-    yield process.pid, reader.recv()
+    """The process of a store, and its port. No fork of this process: its threads may hold locks that a store needs."""
+    process = fork_server.Started(["tests.unit.distributed.store"])
+    yield process.pid, int(process.stdout.readline())
     process.kill()
-    process.join()
+    process.wait(20)
 
 
 @pytest.fixture
