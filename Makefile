@@ -11,7 +11,7 @@ BIN    := $(VENV)/bin
 WORKERS ?= auto
 # A test that takes so many seconds hangs, and fails; the longest takes 100 on two cores. A thread ends its process,
 # because a signal would not reach a test that hangs in torch.
-HANGS   := --timeout 600 --timeout-method thread
+HANGS   := --timeout 900 --timeout-method thread
 # Where tests are looked for: `make test-exhaustive TESTS=tests/unit/kernels`.
 TESTS   ?= tests
 PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=30 --durations-min=5

@@ -173,7 +173,7 @@ class Worker:
         while item is not None and not isinstance(item, Exception) and not self._closed.is_set():
             try:
                 item = self._queue.get()
-            except (EOFError, OSError):  # after the last block, or within a block
+            except Exception:  # after the last block, or within a block: EOFError, OSError, what half a pickle raises
                 item = None
             while not self._closed.is_set():
                 with contextlib.suppress(queue.Full):

@@ -68,7 +68,9 @@ def main() -> None:
 def serve(control: socket.socket) -> Callable[[], None]:
     """Forks for each request. Returns in the forked processes alone, with what they are to do."""
     child_ended, on_child = os.pipe()
-    signal.signal(signal.SIGCHLD, lambda *_: os.write(on_child, b"."))
+    os.set_blocking(on_child, False)
+    signal.set_wakeup_fd(on_child)  # not by the handler, which may run after the next `select`
+    signal.signal(signal.SIGCHLD, lambda *_: None)
     answers: dict[int, int] = {}  # process id -> where its exit code is awaited
     gc.collect()
     gc.freeze()  # a collection in a fork would otherwise copy every page
@@ -88,6 +90,7 @@ def serve(control: socket.socket) -> Callable[[], None]:
             answer, *outputs = descriptors
             pid = os.fork()
             if pid == 0:
+                signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for descriptor in (child_ended, on_child, answer, *answers.values()):
                     os.close(descriptor)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,7 +36,11 @@ def browser() -> Iterator[Any]:
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     from selenium.webdriver.chrome.service import Service
 
-    opened = webdriver.Chrome(options=options, service=Service(driver))
+    socket.setdefaulttimeout(120)  # selenium, which has none of its own, takes this one
+    try:
+        opened = webdriver.Chrome(options=options, service=Service(driver))
+    finally:
+        socket.setdefaulttimeout(None)
     opened.set_script_timeout(60)
     yield opened
     opened.quit()

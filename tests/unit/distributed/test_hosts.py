@@ -1,6 +1,7 @@
 """Ranks of several hosts, seen by one of them."""
 
 import os
+import select
 import signal
 import threading
 import time
@@ -42,9 +43,11 @@ def beside(size: int = 2) -> World:
 def server() -> Iterator[tuple[int, int]]:
     """The process of a store, and its port. No fork of this process: its threads may hold locks that a store needs."""
     process = fork_server.Started(["tests.unit.distributed.store"])
-    yield process.pid, int(process.stdout.readline())
-    process.kill()
-    process.wait(20)
+    try:
+        assert select.select([process.stdout], [], [], 60)[0], "no store after a minute"
+        yield process.pid, int(process.stdout.readline())
+    finally:
+        process.kill()
 
 
 @pytest.fixture
