@@ -1,9 +1,10 @@
-"""Log lines that appear once in a process, however often they are logged, also by models that torch.compile traces."""
+"""Log lines that appear once in a process, however often they are logged."""
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
+
+import torch
 
 logger = logging.getLogger(__name__)
 
@@ -11,20 +12,9 @@ _said: set[str] = set()
 _quiet = False  # inside of `saying_nothing`
 
 
-F = TypeVar("F", bound=Callable[..., object])
-
-
-def constant_when_traced(function: F) -> F:
-    """Has torch.compile call `function` while it traces, and take the result as a constant.
-
-    torch.compiler.assume_constant_result does the same, after an import of torch._dynamo, which takes a second.
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
-
-
-# functools.cache would not do: torch.compile skips the cache and traces the function inside.
-@constant_when_traced
+# Models call this while torch.compile traces them. The decorator makes torch.compile call the function at that time and
+# leave it out of the graph. functools.cache would not do: torch.compile skips the cache and traces the function inside.
+@torch.compiler.assume_constant_result
 def say_once(level: int, line: str) -> None:
     """Logs `line` at `level` (one of `logging`'s) unless this process has logged it before."""
     if not _quiet and line not in _said:

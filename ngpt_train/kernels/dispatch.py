@@ -25,7 +25,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ngpt_train.core.log import constant_when_traced, say_once
+from ngpt_train.core.log import say_once
 
 CHOICES = ("auto", "triton", "torch")
 OLDEST = (8, 0)  # compute capability of the oldest GPUs that Triton's kernels run on: Ampere
@@ -185,7 +185,8 @@ def say_without_kernel(operation: str, option: str, x: Tensor) -> None:
     runs_on_triton(operation, x, unsupported=option)
 
 
-@constant_when_traced
+# torch.compile calls this while it traces a model, and takes the answer as a constant.
+@torch.compiler.assume_constant_result
 def _gpu_suits() -> bool:
     return _why_auto_takes_torch() is None
 

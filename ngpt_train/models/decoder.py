@@ -353,7 +353,6 @@ def in_matrices(module: nn.Module) -> int:
 
 
 def uncompiled(model: Decoder) -> AbstractContextManager[object]:
-    """Inside, compiled blocks run uncompiled. For texts of many lengths they would be compiled again and again."""
-    is_compiled = any(block._compiled_call_impl is not None for block in model.blocks())
-    # Not always set_stance, which imports torch._dynamo.
+    """Inside, a compiled model runs uncompiled. For texts of many lengths it would be compiled again and again."""
+    is_compiled = any(module._compiled_call_impl is not None for module in (model, *model.blocks()))
     return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()

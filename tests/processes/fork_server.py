@@ -43,7 +43,6 @@ IMPORTED = (
     "matplotlib.pyplot",
     "rich.progress",
     "sentencepiece",
-    "torch._dynamo",  # as torch's first optimizer does
     "torch.distributed.fsdp",
     "torch.distributed.run",
     "tests.processes.test_equality",  # and with it all that the ranks of `on_ranks` need
