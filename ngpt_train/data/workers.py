@@ -173,8 +173,10 @@ class Worker:
         while item is not None and not isinstance(item, Exception) and not self._closed.is_set():
             try:
                 item = self._queue.get()
-            except Exception:  # after the last block, or within a block: EOFError, OSError, what half a pickle raises
+            except (EOFError, OSError):  # after the last block, or within a block
                 item = None
+            except Exception as error:  # a block that cannot be read, for want of memory
+                item = error
             while not self._closed.is_set():
                 with contextlib.suppress(queue.Full):
                     self._received.put(item, timeout=POLL_SECONDS)

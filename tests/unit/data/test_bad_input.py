@@ -332,6 +332,20 @@ def test_a_killed_worker_is_noticed(text: Path, tmp_path: Path) -> None:
     reader.close()
 
 
+def test_a_block_that_cannot_be_read(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: a trainer that waits for ever, because the thread that reads blocks has ended."""
+
+    def get(self: object) -> object:
+        raise MemoryError("of a block")
+
+    monkeypatch.setattr(multiprocessing.queues.Queue, "get", get)
+    cfg = config(text, tmp_path / "cache", workers=1)
+    reader = reader_of(open_dataset(cfg), cfg)
+    with pytest.raises(MemoryError, match="of a block"):
+        reader.take(np.arange(8))
+    reader.close()
+
+
 UNCLOSED = """
 import sys
 import numpy as np

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ngpt_train.models import Decoder
-from ngpt_train.models.decoding import cached
+from ngpt_train.models.decoder import uncompiled
+from ngpt_train.models.decoding import Recomputed, cached
 from ngpt_train.models.layers.attention import Attention
 from tests.properties.architectures import ARCHITECTURES, CONTEXT, SMALL, VARIANTS, Size, error, jittered
 
@@ -105,6 +106,16 @@ def test_rows_may_end_and_texts_may_follow(name: str) -> None:
     for row, prompt in enumerate(others):
         assert error(first[row], model.next_token_logits(prompt, prompt[:0])) < 1e-12
         assert error(second[row], model.next_token_logits(prompt, torch.tensor([7 + row]))) < 1e-12
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["model", "a block"])
+def test_texts_of_many_lengths_are_not_compiled(whole: bool) -> None:
+    """Caught: a compilation for each length of a text."""
+    model = model_of("gpt", SMALL, torch.float32)
+    (model if whole else model.blocks()[-1]).compile(backend=lambda *_: pytest.fail("it is compiled"))
+    Recomputed(model).begin(prompts_of(SMALL, (4, 9)))
+    with uncompiled(model):
+        model(prompts_of(SMALL, (5,))[0][None])
 
 
 @pytest.mark.exhaustive
