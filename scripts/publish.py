@@ -5,7 +5,11 @@ From the directory that holds `studies`, so that paths are relative:
     python -m ngpt_train compare studies/NAME compare.out=studies/NAME/report
     python scripts/publish.py studies/NAME FIGURE
 
-FIGURE is a picture of studies/NAME/report/figures, such as speedup.
+FIGURE is a picture of studies/NAME/report/figures, such as speedup. Without FIGURE, the numbers and the figure of
+`transfer`, in studies/NAME/transfer:
+
+    python -m ngpt_train transfer studies/NAME transfer.out=studies/NAME/transfer
+    python scripts/publish.py studies/NAME
 """
 
 import io
@@ -35,6 +39,13 @@ def publish(study: Path, figure: str, out: Path) -> None:
     pack(study, out / "records.tar.xz")
 
 
+def publish_transfer(study: Path, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    for name in ("transfer.json", "transfer.svg"):
+        shutil.copy(study / "transfer" / name, out)
+    pack(study, out / "records.tar.xz")
+
+
 def pack(study: Path, out: Path) -> None:
     """The records of all runs that ended, as files of `studies`, like files side by side."""
     root = str(study.parent.absolute())
@@ -57,5 +68,8 @@ def records(study: Path) -> Iterator[Path]:
 
 
 if __name__ == "__main__":
-    study = Path(sys.argv[1])
-    publish(study, sys.argv[2], PUBLISHED / study.name)
+    study, *figure = Path(sys.argv[1]), *sys.argv[2:]
+    if figure:
+        publish(study, figure[0], PUBLISHED / study.name)
+    else:
+        publish_transfer(study, PUBLISHED / study.name)
