@@ -275,17 +275,24 @@ def _multirun(verb: str, line: CommandLine) -> int:
 
 def _run_job(command: list[str]) -> tuple[int, bool]:
     """Runs a job to its end; (exit code, whether a signal asked to stop)."""
+    early: list[int] = []  # signals that came before the job had begun
     received: list[int] = []
-    # In a process group of its own, so that Ctrl-C reaches the job once, through us: a second one would stop it
-    # before it has saved.
-    job = subprocess.Popen(command, process_group=0)
 
     def forward(number: int, frame: FrameType | None) -> None:
         received.append(number)
         job.send_signal(number)
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {
+        number: signal.signal(number, lambda n, _: early.append(n)) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
+        # In a process group of its own, so that Ctrl-C reaches the job once, through us: a second one would stop it
+        # before it has saved.
+        job = subprocess.Popen(command, process_group=0)
+        for number in previous:
+            signal.signal(number, forward)
+        for number in early:
+            forward(number, None)
         return job.wait(), bool(received)
     finally:
         for number, handler in previous.items():

@@ -250,3 +250,14 @@ time.sleep(60)
     thread.join()
     assert (tmp_path / "saved").exists()
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_signal_that_comes_before_a_job_has_begun_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = subprocess.Popen
+
+    def interrupted(command: list[str], process_group: int) -> subprocess.Popen[bytes]:
+        signal.raise_signal(signal.SIGINT)
+        return begin(command, process_group=process_group)
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    assert _run_job(["sleep", "60"]) == (-signal.SIGINT, True)
