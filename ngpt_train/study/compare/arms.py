@@ -19,6 +19,7 @@ from ngpt_train.study.tuning import Values
 # Keys that may differ between runs of an arm. They separate arms only if nothing else tells two runs apart.
 _SECONDARY = {*OF_THE_BUDGET, *HARDWARE, "eval", "guards", "train.batch_tokens", "run"} - {LR}
 _OF_A_STUDY = re.compile(r"(?P<arm>.+)-\d+(-.+)?-seed\d+(-[0-9a-f]{12})?")  # the names of a study's runs
+_SIZES = re.compile(r"-d\d+-L\d+$")  # of an arm's name, by `transfer`
 _NUMBER = re.compile(r"[-_.]?(seed|s|lr)?[-_.]?\d[\d.]*(e[-+]?\d+)?", re.IGNORECASE)
 
 Arms = dict[str, list[Run]]
@@ -112,8 +113,10 @@ def stem(run: Run) -> str:
 
 def _names(groups: Sequence[Sequence[Run]], tuned: Collection[str]) -> list[str]:
     """A distinct name for each group: the common name of its runs, their architecture, or the differing keys."""
+    of_studies = [[stem(run) for run in group if _OF_A_STUDY.fullmatch(run.path.name)] for group in groups]
     candidates: list[list[str | None]] = [
-        [_only(stem(run) for run in group if _OF_A_STUDY.fullmatch(run.path.name)) for group in groups],
+        [_only(names) for names in of_studies],
+        [_only(_SIZES.sub("", name) for name in names) for names in of_studies],
         [_only(str(run.config.get("model.name", "")) for run in group) for group in groups],
         [_only(stem(run) for run in group) for group in groups],
         [_differences(group, groups, tuned) for group in groups],

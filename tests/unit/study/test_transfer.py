@@ -172,6 +172,17 @@ def test_an_untuned_size_is_left_out_and_said(tmp_path: Path) -> None:
     assert not any("width 128" in entry for entry in table_entries(optima))
 
 
+def test_arms_with_rules_keep_their_names(tmp_path: Path) -> None:
+    """Two arms of one architecture: the name of each, without the sizes."""
+    for arm, betas in (("ngpt", [0.9, 0.95]), ("ngpt_first", [0.7, 0.95])):
+        for width in WIDTHS:
+            config = {"model.d_model": width, "model.n_heads": width // 32, "model.n_layers": 2, "optim.betas": betas}
+            for lr in (0.02, 0.04, 0.08):
+                path = tmp_path / f"{arm}-d{width}-L2-25600-lr{lr}-seed0"
+                write_run(path, "ngpt", 25_600 // TOKENS, 0, 3 + abs(math.log2(lr / 0.04)), lr, config=config)
+    assert [one.architecture for one in read_optima([tmp_path]).found] == ["ngpt"] * 3 + ["ngpt_first"] * 3
+
+
 def test_arms_of_sizes() -> None:
     """Caught: heads that become wider, an MLP that keeps its width, the own size twice."""
     base = ModelConfig("gpt", d_model=1024, n_layers=24, n_heads=16, n_kv_heads=4, d_mlp=2816)
