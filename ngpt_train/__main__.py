@@ -275,7 +275,7 @@ def _multirun(verb: str, line: CommandLine) -> int:
 
 def _run_job(command: list[str]) -> tuple[int, bool]:
     """Runs a job to its end; (exit code, whether a signal asked to stop)."""
-    early: list[int] = []  # signals that came before the job had begun
+    early: list[int] = []  # before the job had begun
     received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -291,8 +291,8 @@ def _run_job(command: list[str]) -> tuple[int, bool]:
         job = subprocess.Popen(command, process_group=0)
         for number in previous:
             signal.signal(number, forward)
-        for number in early:
-            forward(number, None)
+        for waiting in early:
+            forward(waiting, None)
         return job.wait(), bool(received)
     finally:
         for number, handler in previous.items():
