@@ -31,7 +31,7 @@ scripts/atlas.py` from [atlas.yaml](atlas.yaml) and the studies' `report.json`.
   ([fully tuned](studies/README.md#fully-tuned-arms)).
 - nuGPT and HyperP claim rates that carry over; [how theirs drift over depth](studies/README.md#rules-for-depth) is not
   resolved.
-- *Step*: the arm's time of a step over the baseline's, where both were measured in turn. Repeats differ by up to 0.1.
+- *Step*: the arm's time of a step over the baseline's, where both were measured in turn. Repeats differ by up to 0.15.
 """
 
 
