@@ -4,7 +4,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
-import torch
+from ngpt_train.core.tracing import called_at_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -12,9 +12,9 @@ _said: set[str] = set()
 _quiet = False  # inside of `saying_nothing`
 
 
-# Models call this while torch.compile traces them. The decorator makes torch.compile call the function at that time and
-# leave it out of the graph. functools.cache would not do: torch.compile skips the cache and traces the function inside.
-@torch.compiler.assume_constant_result
+# Models call this while torch.compile traces them. functools.cache would not do: torch.compile skips the cache and
+# traces the function inside.
+@called_at_tracing
 def say_once(level: int, line: str) -> None:
     """Logs `line` at `level` (one of `logging`'s) unless this process has logged it before."""
     if not _quiet and line not in _said:

@@ -36,7 +36,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError
@@ -55,6 +54,8 @@ def keep_compiled(config: Config) -> None:
     inside it, which is torch's default. If `data.cache` is unusable, the log says so and torch's own directory is used.
     It is in /tmp and does not survive a container or a reboot.
     """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # slow to import
+
     # torch sets the first variable to its default as soon as torch._dynamo is imported.
     if os.environ.get(INDUCTOR) not in (None, default_cache_dir()):
         return

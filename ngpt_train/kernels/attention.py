@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ngpt_train.core.log import say_once
+from ngpt_train.core.tracing import called_at_tracing
 from ngpt_train.kernels import dispatch, flash
 from ngpt_train.kernels.dropout import dropout
 from ngpt_train.kernels.flash import Flash, NoKernel, Varlen
@@ -236,7 +237,7 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: i
     return y
 
 
-@torch.compiler.assume_constant_result
+@called_at_tracing
 def has_enable_gqa() -> bool:
     """True if torch's varlen_attn has the argument enable_gqa. In torch 2.11 it accepts grouped heads without it."""
     from torch.nn.attention.varlen import varlen_attn

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ngpt_train.core.log import say_once
+from ngpt_train.core.tracing import called_at_tracing
 
 CHOICES = ("auto", "triton", "torch")
 OLDEST = (8, 0)  # compute capability of the oldest GPUs that Triton's kernels run on: Ampere
@@ -185,8 +186,7 @@ def say_without_kernel(operation: str, option: str, x: Tensor) -> None:
     runs_on_triton(operation, x, unsupported=option)
 
 
-# torch.compile calls this while it traces a model, and takes the answer as a constant.
-@torch.compiler.assume_constant_result
+@called_at_tracing
 def _gpu_suits() -> bool:
     return _why_auto_takes_torch() is None
 

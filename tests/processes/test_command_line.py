@@ -60,6 +60,12 @@ assert used.ru_utime + used.ru_stime < 2, used
     assert "train.stop_at=5" in done.stderr
 
 
+def test_models_do_not_import_the_compiler() -> None:
+    """It takes as long as torch itself."""
+    code = "import ngpt_train.verbs.evaluate, ngpt_train.verbs.generate, sys; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
 @pytest.mark.slow
 def test_verbs_in_processes_of_their_own(tmp_path: Path, corpus: Path) -> None:
     """Other tests fork them from a process that has imported everything (`plan` is below).

@@ -5,12 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import check_kinds
@@ -66,11 +61,10 @@ def load_model(checkpoint: Path, model: Decoder, world: World, part: str = "mode
     """
     verify(checkpoint, world)
     statistics = empty_statistics(model, read_progress(checkpoint)["world_size"])
-    weights = get_model_state_dict(model)
-    read = {name: weight for name, weight in weights.items() if not (new_head and name in OF_OUTPUTS)}
+    weights = model.state_dict().items()  # its own memory, which `read_tensors` writes to
+    read = {name: weight for name, weight in weights if not (new_head and name in OF_OUTPUTS)}
     read_tensors(checkpoint, model, {part: read, "statistics": statistics})
     set_statistics(model, statistics, world)
-    set_model_state_dict(model, weights | read)
 
 
 def open_tensors(checkpoint: Path) -> StoredTensors:
