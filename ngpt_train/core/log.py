@@ -1,15 +1,27 @@
-"""Log lines that appear once in a process, however often they are logged."""
+"""Log lines that appear once in a process, however often they are logged, also by code that torch.compile traces."""
 
 import contextlib
 import logging
-from collections.abc import Iterator
-
-from ngpt_train.core.tracing import called_at_tracing
+from collections.abc import Callable, Iterator
+from typing import ParamSpec, TypeVar
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _said: set[str] = set()
 _quiet = False  # inside of `saying_nothing`
+
+
+def called_at_tracing(function: Callable[P, R]) -> Callable[P, R]:
+    """A decorator: torch.compile calls the function once and takes its answer as a constant.
+
+    This is the mark of `torch.compiler.assume_constant_result`, which imports torch._dynamo to set it. The import takes
+    as long as torch itself, in every command.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 # Models call this while torch.compile traces them. functools.cache would not do: torch.compile skips the cache and

@@ -28,8 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ngpt_train.core.log import say_once
-from ngpt_train.core.tracing import called_at_tracing
+from ngpt_train.core.log import called_at_tracing, say_once
 from ngpt_train.kernels import dispatch, flash
 from ngpt_train.kernels.dropout import dropout
 from ngpt_train.kernels.flash import Flash, NoKernel, Varlen

@@ -25,8 +25,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ngpt_train.core.log import say_once
-from ngpt_train.core.tracing import called_at_tracing
+from ngpt_train.core.log import called_at_tracing, say_once
 
 CHOICES = ("auto", "triton", "torch")
 OLDEST = (8, 0)  # compute capability of the oldest GPUs that Triton's kernels run on: Ampere
