@@ -129,7 +129,7 @@ def analyse(
     tried, best = line.values, line.best
     if len(tried) < 2:
         return Tuning("not tried", best)
-    if best is None:
+    if best not in tried or not math.isfinite(line.mean(best)):  # all have failed; null may be the best value
         return Tuning("edge")
     if not all(is_number(value) for value in tried):
         return Tuning("bracketed", best)  # names and switches have no order and so no edge

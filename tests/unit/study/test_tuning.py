@@ -106,6 +106,12 @@ def test_a_hard_first_seed_makes_no_bracket() -> None:
     assert analyse(Line({1.0: {0: 3.2}, 2.0: best, 4.0: {0: 3.2}}, 2.0), 0.058).state == "bracketed"
 
 
+@pytest.mark.parametrize(("loss", "state"), [(3.0, "bracketed"), (math.inf, "edge")])
+def test_null_may_be_the_best_value(loss: float, state: str) -> None:
+    """Caught: null as the best value taken for no value, as if all had failed."""
+    assert analyse(Line({None: {0: loss}, 0.03: {0: loss + 0.1}}, None), 0.01, listed=True).state == state
+
+
 def test_price_of_the_grid() -> None:
     """Caught: natural logarithms in the place of octaves, or the price of a factor of two itself."""
     found = analyse(Line({2.0 * 2**k: {0: 3 + 0.2 * (k - 0.3) ** 2} for k in (-1, 0, 1)}, 2.0), 0.001)
