@@ -20,6 +20,8 @@ Trials = dict[Values, dict[int, float]]
 # Widens the noise. The losses decided which values were tried and when the search ended. If the values of a seed share
 # no noise, intervals from sigma itself would hold the optimum in 90 of 100 searches instead of 95.
 CHOSEN = 1.15
+OF_THE_RATE = "optim.groups."  # keys whose null is the learning rate
+UNLIMITED = ("optim.clip_norm", "optim.angle_cap", "model.logit_soft_cap")  # keys whose null is no limit
 
 
 def tunings(
@@ -81,8 +83,16 @@ def line_of(trials: Trials, key: str, best: Values | None) -> Line:
     runs: dict[Any, dict[int, float]] = {}
     for values, losses in trials.items():
         if others is None or without(values, key) == others:
-            runs.setdefault(dict(values)[key], {}).update(losses)
-    return Line(runs, None if best is None else dict(best)[key])
+            runs.setdefault(_place(values, key), {}).update(losses)
+    return Line(runs, None if best is None else _place(best, key))
+
+
+def _place(values: Values, key: str) -> Any:
+    """The key's value in the order of its line: a number also for null, where null stands for one."""
+    of = dict(values)
+    if of[key] is None and key.startswith(OF_THE_RATE):
+        return of[LR]
+    return math.inf if of[key] is None and key in UNLIMITED else of[key]
 
 
 def sorted_values(values: Mapping[str, Any]) -> Values:
@@ -134,9 +144,9 @@ def analyse(
     if not all(is_number(value) for value in tried):
         return Tuning("bracketed", best)  # names and switches have no order and so no edge
     below, above = line.not_better(sigma) if listed else line.worse(sigma)
-    if not (below or best == 0) or not above:  # no value is below 0
+    if not (below or best == 0) or not (above or best == math.inf):  # no value is below 0, none above no limit
         return Tuning("edge", best)
-    if not below or min(tried) <= 0:
+    if not below or not above or min(tried) <= 0 or max(tried) == math.inf:  # no parabola in log value
         return Tuning("bracketed", best)
     left, right = max(below), min(above)
     quantile = float(stdtrit(min(degrees, 1e9), (1 + confidence) / 2)) if degrees else math.inf  # Student's t

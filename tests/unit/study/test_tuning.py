@@ -7,7 +7,7 @@ import pytest
 from ngpt_train.study.definition import LR
 from ngpt_train.study.points import UNFINISHED, WAITING, Point, Result
 from ngpt_train.study.search import next_points
-from ngpt_train.study.tuning import Line, analyse, best_values, tunings
+from ngpt_train.study.tuning import Line, analyse, best_values, line_of, tunings
 from tests.unit.study.searches import START, Loss, fixed_noise, listed, octaves, result, search, start, study, trials
 
 
@@ -106,10 +106,25 @@ def test_a_hard_first_seed_makes_no_bracket() -> None:
     assert analyse(Line({1.0: {0: 3.2}, 2.0: best, 4.0: {0: 3.2}}, 2.0), 0.058).state == "bracketed"
 
 
-@pytest.mark.parametrize(("loss", "state"), [(3.0, "bracketed"), (math.inf, "edge")])
-def test_null_may_be_the_best_value(loss: float, state: str) -> None:
-    """Caught: null as the best value taken for no value, as if all had failed."""
-    assert analyse(Line({None: {0: loss}, 0.03: {0: loss + 0.1}}, None), 0.01, listed=True).state == state
+@pytest.mark.parametrize(
+    ("key", "losses", "state"),
+    [
+        ("optim.groups.output", {None: 3.0, 0.03: 3.1, 0.003: 3.1}, "bracketed"),
+        ("optim.groups.output", {None: 3.0, 0.03: 3.1}, "edge"),
+        ("optim.groups.output", {None: 3.1, 0.03: 3.0}, "edge"),
+        ("optim.clip_norm", {None: 3.0, 1.0: 3.1}, "bracketed"),
+        ("optim.clip_norm", {None: 3.1, 1.0: 3.0}, "edge"),
+        ("optim.clip_norm", {None: 3.1, 1.0: 3.0, 0.25: 3.1}, "bracketed"),
+        ("optim.gate_power", {None: 3.0, 0.5: 3.1}, "bracketed"),
+        ("optim.gate_power", {None: math.inf, 0.5: math.inf}, "edge"),
+    ],
+)
+def test_null_is_the_rate_or_no_limit(key: str, losses: dict[float | None, float], state: str) -> None:
+    """Caught: null as the best value taken for no value, as if all had failed; a best value at the end of a list with
+    null called tuned."""
+    trials = {((key, value), (LR, 0.01)): {0: loss} for value, loss in losses.items()}
+    best = min(trials, key=lambda values: trials[values][0])
+    assert analyse(line_of(trials, key, best), 0.01, listed=True).state == state
 
 
 def test_price_of_the_grid() -> None:
