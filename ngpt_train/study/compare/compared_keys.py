@@ -75,6 +75,7 @@ PLACES_OF_ROWS = {"eval.rows", "eval.tokens", "eval.budget", "eval.contexts"}
 OF_THE_BUDGET = {
     *("train.steps", "schedule.warmup_steps", "schedule.warmup_tokens", "model.psi_warmup_steps", "optim.lr"),
 }
+OF_A_STEP = {"train.batch_rows", "train.batch_tokens", "model.context"}  # which train.steps and a warm-up follow
 SIZES = ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_mlp", "vocab_size", "context")
 # Options without an effect on parameters and FLOPs.
 OF_NO_SIZE = {
@@ -187,7 +188,7 @@ class Seen:
     """
 
     def __init__(self, key: str, arms: Arms, values: Callable[[Run], list[Any]]) -> None:
-        self.key = key
+        self.key, self.arms = key, arms
         self.by_arm: dict[str, dict[int, list[Any]]] = {}
         budgets = common_budgets(arms)
         for arm, runs in arms.items():

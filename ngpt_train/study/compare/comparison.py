@@ -52,9 +52,11 @@ def make_report(
         )
     budgets = common_budgets(found)
     read = {arm: read_arm(arm, of_arm, budgets, tuned, metric, confidence) for arm, of_arm in found.items()}
-    # A key with a single value was chosen by hand, not by tuning. An option that an arm lacks cannot be tuned there.
-    have = {key: [x for x in read.values() if any(k == key for _, k in x.tunings)] for key in tuned}
-    searched = [key for key in tuned if have[key] and all(any(k == key for _, k in x.searched) for x in have[key])]
+    # A key with a single value at each budget was chosen by hand, not by tuning.
+    varied = {
+        x.name: [key for key, values in x.tried.items() if any(len(of) > 1 for of in values.values())]
+        for x in read.values()
+    }
     compared = {
         arm: versus(of_arm, read[name], found, metric, confidence, step_times)
         for arm, of_arm in read.items()
@@ -90,7 +92,7 @@ def make_report(
         "tuning": [entry for arm in read.values() for entry in _tunings(arm)],
         "curves": [entry for arm in read.values() for entry in _curves(arm, metric)],
         "costs": [costs_of(arm, of_arm, step_times) for arm, of_arm in found.items()],
-        "referee": examine(found, searched, given.under_test, best),
+        "referee": examine(found, varied, given.under_test, best),
         "looked_at": looked_at(found),
         "tuning_of_keys": {
             x.name: _tuning_of_keys(x, judged.get(x.name), overrides.get(x.name, ())) for x in read.values()
@@ -196,17 +198,13 @@ def _tuning_of_keys(arm: Arm, budget: int | None, overrides: Sequence[str]) -> d
     tuned: several values were tried, at this budget or, of a further key, at another one, which tuned_elsewhere says.
     chosen: set by the arm's definition, or different from its recipe. not_tuned: all others that are on.
     """
-    tried: dict[tuple[int, str], set[Any]] = {}
-    for trial in arm.trials:
-        for key, value in trial.values:
-            tried.setdefault((trial.budget, key), set()).add(value)
     found: dict[str, Any] = {"budget": budget, "tuned": {}, "tuned_elsewhere": {}, "chosen": {}, "not_tuned": {}}
-    for key in sorted({key for _, key in tried}, key=lambda key: (key != LR, key)):
-        several = [at for at, of in tried if of == key and len(tried[at, key]) > 1 and (at == budget or key != LR)]
+    for key, tried in sorted(arm.tried.items(), key=lambda of: (of[0] != LR, of[0])):
+        several = [at for at, values in tried.items() if len(values) > 1 and (at == budget or key != LR)]
         if several:
             at = budget if budget in several else max(several)
-            numbers = all(type(value) in (int, float) for value in tried[at, key])
-            found["tuned"][key] = sorted(tried[at, key], key=None if numbers else repr)
+            numbers = all(type(value) in (int, float) for value in tried[at])
+            found["tuned"][key] = sorted(tried[at], key=None if numbers else repr)
             found["tuned_elsewhere"] |= {key: at} if at != budget else {}
     if budget is None:
         return found

@@ -1,7 +1,7 @@
 """The referee finds every difference between arms. Each is under test, follows from it, or is a confound."""
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from ngpt_train.study.compare.compared_keys import (
     HARDWARE,
     MEANING,
     NO_SUCH_KEY,
+    OF_A_STEP,
     OF_NO_SIZE,
     OF_THE_BUDGET,
     PLACES_OF_ROWS,
@@ -24,7 +25,6 @@ from ngpt_train.study.compare.compared_keys import (
     compared_keys,
     covers,
     distinct,
-    identities,
     is_own_option,
     is_shared_option,
     ordered,
@@ -69,20 +69,25 @@ class Difference:
 
 
 def examine(
-    arms: Arms, tuned: Collection[str] = (), under_test: Collection[str] = (), best: Arms | None = None
+    arms: Arms,
+    tuned: Mapping[str, Collection[str]] | None = None,
+    under_test: Collection[str] = (),
+    best: Arms | None = None,
 ) -> list[dict[str, Any]]:
     """`referee` of report.json: the differences between arms, and between the runs of an arm, confounds first.
 
-    arms: the runs of each arm by its name. tuned: keys that tuning chose for each arm. under_test: keys, sections
-    (`optim`) or groups (`model`, `recipe`) in question; by default the architecture and its options that differ, else
-    differences in optim.* and schedule.*. best: the runs of each arm whose losses are compared. Only these have a share
-    of clipped steps here, because other learning rates clip more or less.
+    arms: the runs of each arm by its name. tuned: the keys of which several values were tried in an arm, by its name.
+    under_test: keys, sections (`optim`) or groups (`model`, `recipe`) in question; by default the architecture and its
+    options that differ, else differences in optim.* and schedule.*. best: the runs of each arm whose losses are
+    compared. Only these count for tuned keys and what follows from them, such as the share of clipped steps: a value
+    that was tried and not taken is in no loss.
 
     An entry has `arms`, `key`, `values` (one for each arm, a list if its runs differ; with one arm, the values of its
     runs), `kind`, `size` (the largest value over the smallest, or None) and `note`, a sentence.
     """
-    causes = [*_of_config(arms, tuned, under_test), *_of_facts(arms, under_test)]
-    found = [*causes, *_of_size(arms, causes), *_of_clipping(best or arms, causes), *_of_data(arms, under_test)]
+    tuned, best = tuned or {}, best or arms
+    causes = [*_of_config(arms, best, tuned, under_test), *_of_facts(arms, under_test)]
+    found = [*causes, *_of_size(best, causes), *_of_clipping(best, causes), *_of_data(arms, under_test)]
     order = {CONFOUND: 0, UNDER_TEST: 1, FOLLOWS: 2}
     return [difference.as_dict() for difference in sorted(found, key=lambda x: order[x.kind])]
 
@@ -91,25 +96,30 @@ def looked_at(arms: Arms) -> dict[str, Any]:
     """`looked_at` of report.json: the number of compared keys, the compared facts of run.json, and the options that one
     arm lacks and the others have at their architecture's value."""
     seen = _keys(arms)
-    options = [x.key for x in seen if x.key.startswith("model.") and _only_by_name(x, arms)]
+    options = [x.key for x in seen if x.key.startswith("model.") and _only_by_name(x)]
     return {"keys": len(seen), "options": options, "facts": _facts(arms)}
 
 
-def _keys(arms: Arms) -> list[Seen]:
+def _keys(arms: Arms, best: Arms | None = None, of_best: Collection[str] = ()) -> list[Seen]:
+    """Of the keys `of_best` the values in the runs `best`."""
     compared = compared_keys(run.config for runs in arms.values() for run in runs)
-    return [Seen(key, arms, partial(_of_key, key)) for key in compared]
+    return [Seen(key, best if best and key in of_best else arms, partial(_of_key, key)) for key in compared]
 
 
 def _facts(arms: Arms) -> list[str]:
     return list(dict.fromkeys(name for runs in arms.values() for run in runs for name in run.facts_by_name))
 
 
-def _of_config(arms: Arms, tuned: Collection[str], under_test: Collection[str]) -> list[Difference]:
-    seen = _keys(arms)
-    found = [within for of_key in seen if of_key.key not in tuned for within in _within(of_key, OF_THE_BUDGET)]
-    differing = [x for x in seen if len(arms) > 1 and x.arms_differ and not _only_by_name(x, arms)]
-    brought_by_arm = {x.key for x in differing if _is_brought(x, arms)}
-    tested = under_test or _in_question([x.key for x in differing], brought_by_arm, tuned)
+def _of_config(
+    arms: Arms, best: Arms, tuned: Mapping[str, Collection[str]], under_test: Collection[str]
+) -> list[Difference]:
+    varied = set(itertools.chain.from_iterable(tuned.values()))
+    seen = _keys(arms, best, varied | OF_THE_BUDGET if varied & OF_A_STEP else varied)
+    among = [within for of_key in seen for within in _within(of_key, OF_THE_BUDGET)]
+    found = [x for x in among if not any(x.key in tuned.get(arm, ()) for arm in x.values)]
+    differing = [x for x in seen if len(arms) > 1 and x.arms_differ and not _only_by_name(x)]
+    brought_by_arm = {x.key for x in differing if _is_brought(x)}
+    tested = under_test or _in_question([x.key for x in differing], brought_by_arm, varied)
     for of_key in differing:
         kind, note = _judge(of_key, arms, tested, tuned, brought_by_arm)
         values, where = of_key.shown()
@@ -134,7 +144,11 @@ def _measured(quantity: str, run: Run) -> list[Any]:
 
 
 def _judge(
-    seen: Seen, arms: Arms, tested: Collection[str], tuned: Collection[str], brought_by_arm: Collection[str]
+    seen: Seen,
+    arms: Arms,
+    tested: Collection[str],
+    tuned: Mapping[str, Collection[str]],
+    brought_by_arm: Collection[str],
 ) -> tuple[str, str]:
     """The kind of a differing key, and the note."""
     key = seen.key
@@ -143,13 +157,9 @@ def _judge(
     says = f"{', '.join(silent)}: config.yaml {UNKNOWN.why}" if silent else ""
     says = f"{', '.join(lacking)} {'has' if len(lacking) == 1 else 'have'} {NO_SUCH_KEY.why}" if lacking else says
     runs = list(itertools.chain.from_iterable(arms.values()))
-    if key in tuned:
-        alone = [arm for arm in arms if all(len(identities(x)) < 2 for x in seen.by_arm[arm].values())]
-        if alone and set(alone) <= set(lacking):
-            return FOLLOWS, f"tuned; {', '.join(alone)} {'has' if len(alone) == 1 else 'have'} no such option"
-        if alone and len(alone) < len(arms):
-            return CONFOUND, f"tuned, but not in {', '.join(alone)}, where one value was tried"
-        return FOLLOWS, "tuned for each arm by itself"
+    untuned = [arm for arm in arms if key not in tuned.get(arm, ())]
+    if len(untuned) < len(arms) and set(untuned) <= set(lacking):
+        return FOLLOWS, f"tuned; {says}" if untuned else "tuned for each arm by itself"
     if covers(tested, key):
         return UNDER_TEST, says
     if key == "run.seed":
@@ -165,6 +175,8 @@ def _judge(
         return FOLLOWS, BROUGHT
     if key == "train.steps":
         return _of_steps(arms)
+    if len(untuned) < len(arms):
+        return CONFOUND, f"tuned, but not in {', '.join(untuned)}, where one value was tried"
     return CONFOUND, says or _deviations(key, arms)
 
 
@@ -313,13 +325,13 @@ def _within(seen: Seen, of_the_budget: Collection[str]) -> Iterator[Difference]:
             yield Difference(seen.key, {arm: values}, within=True, note=f"the runs of {arm} differ among themselves")
 
 
-def _only_by_name(seen: Seen, arms: Arms) -> bool:
+def _only_by_name(seen: Seen) -> bool:
     """True for an option that some arms lack and the others have at their architecture's value: the name of the
     architecture says as much. Also for a batch_tokens that is rows times context."""
-    runs = list(itertools.chain.from_iterable(arms.values()))
+    runs = list(itertools.chain.from_iterable(seen.arms.values()))
     if seen.key == "train.batch_tokens":
         return all(run.config.get(seen.key) == run.tokens_per_step for run in runs)
-    lacking = any(NO_SUCH_KEY in seen.of(arm) for arm in arms)
+    lacking = any(NO_SUCH_KEY in seen.of(arm) for arm in seen.arms)
     return lacking and all(
         value is NO_SUCH_KEY or same(value, brought(run.config, seen.key))
         for run in runs
@@ -327,9 +339,9 @@ def _only_by_name(seen: Seen, arms: Arms) -> bool:
     )
 
 
-def _is_brought(seen: Seen, arms: Arms) -> bool:
+def _is_brought(seen: Seen) -> bool:
     """True if each run has the value of its architecture and recipe."""
-    runs = itertools.chain.from_iterable(arms.values())
+    runs = itertools.chain.from_iterable(seen.arms.values())
     return all(same(value_of(run.config, seen.key), brought(run.config, seen.key)) for run in runs)
 
 

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -64,9 +65,13 @@ class Arm:
         return sorted(self.best)
 
     @property
-    def searched(self) -> list[tuple[int, str]]:
-        """(budget, key) with several tried values."""
-        return [at for at, tuning in self.tunings.items() if tuning.state != "not tried"]
+    def tried(self) -> dict[str, dict[int, set[Any]]]:
+        """tried[key][budget]: the values of a key."""
+        found: dict[str, dict[int, set[Any]]] = {}
+        for trial in self.trials:
+            for key, value in trial.values:
+                found.setdefault(key, {}).setdefault(trial.budget, set()).add(value)
+        return found
 
     def at_best(self, budget: int) -> dict[int, Trial]:
         """By seed: the trials with the best values at this budget."""

@@ -249,11 +249,27 @@ def test_tuned_keys(tmp_path: Path) -> None:
     """Caught: tuned rates as confounds; a tuned arm beside an untuned one."""
     tuned = [plant(tmp_path / f"a{lr}", GPT | {"optim.lr": lr}) for lr in (1e-3, 2e-3, 4e-3)]
     other = [plant(tmp_path / f"b{lr}", GPT | {"optim.lr": lr}) for lr in (4e-3, 8e-3, 16e-3)]
-    (entry,) = examine({"a": tuned, "b": other}, tuned=["optim.lr"], under_test=["model"])
+    (entry,) = examine({"a": tuned, "b": other}, {"a": ["optim.lr"], "b": ["optim.lr"]}, ["model"])
     assert (entry["key"], entry["kind"]) == ("optim.lr", "follows")
-    (entry,) = examine({"a": tuned, "b": other[:1]}, tuned=["optim.lr"], under_test=["model"])
+    (entry,) = examine({"a": tuned, "b": other[:1]}, {"a": ["optim.lr"]}, ["model"])
     assert entry["kind"] == "confound"
     assert "not in b" in entry["note"]
+
+
+def test_values_that_were_tried_and_not_taken(tmp_path: Path) -> None:
+    """Caught: the tuned keys of a study among its confounds, with the steps and the warm-up that follow a batch."""
+    steps = int(GPT["train.steps"])
+    more = {"train.batch_rows": 2 * GPT["train.batch_rows"], "train.steps": steps // 2, "schedule.warmup_steps": 1}
+    taken = {arm: [plant(tmp_path / arm, GPT)] for arm in ("a", "b")}
+    tried = [plant(tmp_path / "batch", GPT | more), plant(tmp_path / "decay", GPT | {"optim.weight_decay": 0.3})]
+    runs = {"a": [*taken["a"], *tried], "b": taken["b"]}
+    tuned = {"a": ["train.batch_rows", "optim.weight_decay"]}
+    assert examine(runs, tuned, ["model"], taken) == []
+    found = by_key(examine(runs, {"a": tuned["a"][:1]}, ["model"], taken))
+    assert found["optim.weight_decay"]["kind"] == "confound"
+    chosen = by_key(examine(runs, tuned, ["model"], taken | {"a": tried[:1]}))
+    kinds = {"train.batch_rows": "confound", "train.steps": "follows", "tokens_per_step": "confound"}
+    assert {key: chosen[key]["kind"] for key in kinds} == kinds
 
 
 def test_a_run_that_went_back(tmp_path: Path) -> None:
