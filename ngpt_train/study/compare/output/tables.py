@@ -31,6 +31,7 @@ from ngpt_train.study.compare.output.wording import (
     values_text,
 )
 from ngpt_train.study.compare.phrases import BY_OWN_CLOCKS, OWN_NOISE
+from ngpt_train.study.definition import LR
 
 # Kinds of columns. In ARM the name of an arm gets its mark and stamps; only CODE cells are code.
 ARM, NUMBER, CODE, TEXT, VERDICT = "arm", "number", "code", "text", "verdict"
@@ -283,7 +284,7 @@ def _remarks(entries: Sequence[Mapping[str, Any]]) -> str:
 def tuning(report: Report) -> Table:
     rows = []
     for t in report["tuning"]:
-        if t["state"] == "not tried" and t["key"] in report["tuning_of_keys"][t["arm"]].get("tuned_elsewhere", {}):
+        if t["state"] == "not tried" and t["key"] != LR:  # at another budget, or for other arms alone
             continue
         failed = sum(bool(point["failed"]) for point in t["points"])
         chosen = report["arms"][t["arm"]]["best_by_budget"].get(str(t["budget"]), {}).get(t["key"])
