@@ -151,30 +151,36 @@ def value_of(config: Mapping[str, Any], key: str) -> Any:
 
 
 def brought(config: Mapping[str, Any], key: str) -> Any:
-    """The value of a key of model.*, optim.* or schedule.* in the run's architecture and recipe, at the run's size and
-    budget; else UNKNOWN."""
+    """The value of a key of model.*, optim.* or schedule.* in the run's architecture and recipe, with the run's
+    optimizer, at its size and budget; else UNKNOWN."""
     sizes = [f"model.{name}" for name in ("d_model", "n_layers", "n_heads", "context")]
     numbers = {name: config[name] for name in (*sizes, "train.steps", "train.batch_rows") if name in config}
     name, scale = config.get("model.name", ModelConfig.name), config.get("scale.name")
     if key in numbers or not key.startswith(("model.", "optim.", "schedule.", "data.objective")):
         return UNKNOWN
+    optimizer = None if key == "optim.name" else config.get("optim.name")
     try:
-        found = _recipe(name, scale, tuple(numbers.items()))
+        found = _recipe(name, scale, optimizer, tuple(numbers.items()))
     except TypeError:  # a list instead of a number is not hashable
         found = None
     return UNKNOWN if found is None else found.get(key, NO_SUCH_KEY)
 
 
 @cache
-def _recipe(name: str, scale: str | None, numbers: tuple[tuple[str, Any], ...]) -> Mapping[str, Any] | None:
+def _recipe(
+    name: str, scale: str | None, optimizer: str | None, numbers: tuple[tuple[str, Any], ...]
+) -> Mapping[str, Any] | None:
     """The config of `train model=NAME` at this size and budget; None if it cannot be composed."""
     overrides = [f"model={name}", *(f"{key}={value}" for key, value in numbers)]
     of_scale = [] if scale is None else [f"scale={scale}"]
-    # The second choice is for a scale of the user's own, which is not found and has no learning rate in the table.
-    for chosen, unknown in (([*of_scale, *overrides], ()), ([*overrides, "optim.lr=1"], ("optim.lr",))):
-        with contextlib.suppress(ConfigError):
-            found = dict(flatten(to_dict(load_config(chosen)), TABLES))
-            return found | dict.fromkeys(unknown, UNKNOWN)
+    chosen = [] if optimizer is None else [f"optim.name={optimizer}"]
+    # An optimizer without decay refuses a recipe's; a plug-in's architecture may refuse an optimizer.
+    for more in (chosen, [*chosen, "optim.weight_decay=0"], []):
+        # The second is for a scale of the user's own, which is not found and has no learning rate in the table.
+        for given, unknown in (([*of_scale, *overrides], ()), ([*overrides, "optim.lr=1"], ("optim.lr",))):
+            with contextlib.suppress(ConfigError):
+                found = dict(flatten(to_dict(load_config([*given, *more])), TABLES))
+                return found | dict.fromkeys(unknown, UNKNOWN)
     return None
 
 
