@@ -181,8 +181,7 @@ def keep_freed_memory() -> None:
     Otherwise the large blocks go back to the system, which clears every page anew: 6 to 9 % of the CPU time of a
     compiled step in bf16 (docs/benchmarks/step.md). Nothing changes without glibc.
     """
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(libc, "gnu_get_libc_version"):
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "gnu_get_libc_version"):
         m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
         libc.mallopt(m_trim_threshold, -1)  # never
         libc.mallopt(m_mmap_max, 0)  # no block has a mapping of its own
