@@ -170,7 +170,7 @@ def brought(config: Mapping[str, Any], key: str) -> Any:
 def _recipe(
     name: str, scale: str | None, optimizer: str | None, numbers: tuple[tuple[str, Any], ...]
 ) -> Mapping[str, Any] | None:
-    """The config of `train model=NAME` at this size and budget; None if it cannot be composed."""
+    """The config of `train model=NAME` with this optimizer, at this size and budget; None if it cannot be composed."""
     overrides = [f"model={name}", *(f"{key}={value}" for key, value in numbers)]
     of_scale = [] if scale is None else [f"scale={scale}"]
     chosen = [] if optimizer is None else [f"optim.name={optimizer}"]

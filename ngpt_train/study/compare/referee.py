@@ -114,7 +114,8 @@ def _of_config(
     arms: Arms, best: Arms, tuned: Mapping[str, Collection[str]], under_test: Collection[str]
 ) -> list[Difference]:
     varied = set(itertools.chain.from_iterable(tuned.values()))
-    seen = _keys(arms, best, varied | OF_THE_BUDGET if varied & OF_A_STEP else varied)
+    follow = OF_THE_BUDGET - {"optim.lr"} if varied & OF_A_STEP else set()  # the steps and the warm-up of a batch
+    seen = _keys(arms, best, varied | follow)
     among = [within for of_key in seen for within in _within(of_key, OF_THE_BUDGET)]
     found = [x for x in among if not any(x.key in tuned.get(arm, ()) for arm in x.values)]
     differing = [x for x in seen if len(arms) > 1 and x.arms_differ and not _only_by_name(x)]
