@@ -33,6 +33,7 @@ from ngpt_train.kernels import dispatch, flash
 from ngpt_train.kernels.dropout import dropout
 from ngpt_train.kernels.flash import Flash, NoKernel, Varlen
 from ngpt_train.kernels.norm import at_least_fp32
+from ngpt_train.kernels.small_heads import attention_of_small_heads, is_faster_in_fp32
 
 CHOICES = ("auto", "sdpa", "flash_attn", "flex")
 LARGEST_VARLEN_HEAD = 192  # larger heads have no backward pass on some GPUs
@@ -130,15 +131,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask:
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:
     """torch's scaled_dot_product_attention; shapes as of `attention`."""
-    y = F.scaled_dot_product_attention(
-        q.transpose(1, 2),  # (B, H, T, D)
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=mask is None and causal,
-        scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
+    if mask is None and is_faster_in_fp32(q, k):
+        return attention_of_small_heads(q, k, v, scale, causal).transpose(1, 2)
+    causal, grouped = mask is None and causal, q.shape[1] != k.shape[1]
+    y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
     return y.transpose(1, 2)
 
 

@@ -36,6 +36,7 @@ from ngpt_train.kernels.norm import at_least_fp32
 
 GPU_ROWS = 4096  # tokens in a chunk: large enough for efficient products, 256 MiB of bf16 logits at V = 32k
 CPU_ROWS = 512  # measured: with fewer the products are slower, with more they are no faster and take more memory
+CACHED_ROWS = 64  # of a chunk on a CPU: their logits stay in its cache from one operation to the next
 ALIGNMENT = 64  # elements; each row of a GPU's logits starts at a multiple, for aligned loads and products at any V
 
 
@@ -238,8 +239,10 @@ def linear_cross_entropy_forward(
         else:
             cross_entropy_ = _cross_entropy_
         gradient = need_h or sum_needed
-        sums = losses[here], z_terms[here], smoothing[here]
-        cross_entropy_(logits, rows_of_targets[here], *sums, z_loss, label_smoothing, soft_cap, gradient)
+        step = chunk if h.is_cuda or on_triton else CACHED_ROWS
+        of_rows = (logits, rows_of_targets[here], losses[here], z_terms[here], smoothing[here])
+        for some in (slice(first, first + step) for first in range(0, len(x), step)):
+            cross_entropy_(*(of_row[some] for of_row in of_rows), z_loss, label_smoothing, soft_cap, gradient)
         if need_h:
             torch.mm(logits, weight_onward, out=dh[here])
         if dweight is not None:

@@ -4,7 +4,7 @@ import functools
 import logging
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -345,3 +345,27 @@ def test_flex_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
             y = compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask.mask, scale=SCALE)
         assert_equal(y.transpose(1, 2), softmax_attention(q, k, v, SCALE, visible_in(doc_ids)), inputs)
     module._compiled.cache_clear()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_small_heads_in_bf16(compiled: bool, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the output is sdpa's to the bit; its gradients have smaller rounding errors."""
+    inputs = heads_of(2, 33, 33, ALL)
+    *exact, dy = inputs
+    rounded = [x.detach().bfloat16().requires_grad_() for x in exact]
+    inputs = [x.detach().double().requires_grad_() for x in rounded]
+    visible = torch.ones(33, 33, dtype=torch.bool)
+    expected = softmax_attention(*inputs, SCALE, visible.tril() if causal else visible)
+    by_hand = torch.autograd.grad(expected, inputs, dy.bfloat16().double())
+
+    def errors(function: Callable[..., Tensor]) -> tuple[Tensor, list[float]]:
+        y = function(*rounded, SCALE, causal)
+        gradients = torch.autograd.grad(y, rounded, dy.bfloat16())
+        return y, [float((x.double() - z).norm() / z.norm()) for x, z in zip(gradients, by_hand, strict=True)]
+
+    y, fewer = errors(torch.compile(attention) if compiled else attention)
+    monkeypatch.setattr(module, "is_faster_in_fp32", lambda *_: False)
+    of_sdpa, more = errors(attention)
+    assert torch.equal(y, of_sdpa)
+    assert all(one < other < 0.01 for one, other in zip(fewer, more, strict=True)), (fewer, more)
