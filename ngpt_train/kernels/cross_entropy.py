@@ -239,10 +239,12 @@ def linear_cross_entropy_forward(
         else:
             cross_entropy_ = _cross_entropy_
         gradient = need_h or sum_needed
-        step = chunk if h.is_cuda or on_triton else CACHED_ROWS
-        of_rows = (logits, rows_of_targets[here], losses[here], z_terms[here], smoothing[here])
-        for some in (slice(first, first + step) for first in range(0, len(x), step)):
-            cross_entropy_(*(of_row[some] for of_row in of_rows), z_loss, label_smoothing, soft_cap, gradient)
+        few = chunk if h.is_cuda or on_triton else CACHED_ROWS
+        for first in range(start, here.stop, few):
+            some = slice(first, min(first + few, here.stop))
+            z = logits[first - start : some.stop - start]
+            sums = losses[some], z_terms[some], smoothing[some]
+            cross_entropy_(z, rows_of_targets[some], *sums, z_loss, label_smoothing, soft_cap, gradient)
         if need_h:
             torch.mm(logits, weight_onward, out=dh[here])
         if dweight is not None:

@@ -35,6 +35,7 @@ from ngpt_train.study.definition import (
     tree_of,
 )
 from ngpt_train.study.descent import Grid
+from ngpt_train.study.tuning import is_number
 
 DONE, FAILED, UNFINISHED, WAITING = "done", "failed", "unfinished", "waiting"
 FAILURES = "failures"  # directory of a study with FAILURES/<run>.json for each run that crashed too often
@@ -146,10 +147,30 @@ class Runs:
         if self.study.metric in TRANSLATED and config.eval.beams is None:
             problem = f"study.metric={self.study.metric}: the runs would translate nothing"
             raise mistake(problem, "Set eval.beams=5 in shared, or choose another metric")
-        listed = {key: said for key, said in self.study.keys_of(arm).items() if isinstance(said, tuple)}
-        for key, value in [(key, value) for key, values in listed.items() for value in values[1:]]:
-            self.config(replace(first, values=tuple(sorted((dict(first.values) | {key: value}).items()))))
+        for key, said in self.study.keys_of(arm).items():
+            if isinstance(said, tuple):
+                for value in self.grids(arm, budget)[key].values[1:]:
+                    self._check_value(first, key, value)
         return steps
+
+    def _check_value(self, first: Point, key: str, value: Value) -> None:
+        """Composes the configuration of a point whose key has this value. A key of the schedule is composed with each
+        tuned batch, because a larger batch has fewer steps."""
+        changed = _with(first, key, value)
+        config, tokens = self.config(changed), self._tokens(first)
+        if key in _OF_A_STEP and abs(self._tokens(changed) - tokens) > SAME_BUDGET * tokens:
+            problem = f"study.tune: {key}={show(value)}: whole steps have {self._tokens(changed)} tokens, not {tokens}"
+            problem += f" as with {show(dict(first.values)[key])}, so that compare would take them for another budget"
+            of_a_step = config.train.rows_per_step * config.model.context
+            raise mistake(problem, f"Leave the value out, or set study.budgets to multiples of {of_a_step}")
+        batches = _OF_A_STEP if key.startswith("schedule.") else ()
+        for batch in [name for name in batches if name in self.study.keys_of(first.arm)]:
+            for other in self._grid(first.arm, first.budget, batch).values[1:]:
+                self.config(_with(changed, batch, other))
+
+    def _tokens(self, point: Point) -> int:
+        train = self.config(point).train
+        return self.steps_of(point) * train.rows_per_step * self.config(point).model.context
 
     def _start(self, arm: str, budget: int) -> float:
         """The learning rate of the arm's recipe at this budget."""
@@ -161,7 +182,7 @@ class Runs:
     def _first(self, arm: str, budget: int, key: str, said: Any) -> Any:
         """The first of a key's listed values, or the arm's own number, which a factor goes out from."""
         if isinstance(said, tuple):
-            return said[0]
+            return carried(key, said[0], budget / self.study.search_order[0])
         try:
             value = attrgetter(key)(self._at(arm, budget))
         except AttributeError:
@@ -173,28 +194,29 @@ class Runs:
         return value
 
     def _grids(self, arm: str, budget: int) -> dict[str, Grid]:
-        return {key: self._grid(arm, budget, key, said) for key, said in self.study.keys_of(arm).items()}
+        return {key: self._grid(arm, budget, key) for key in self.study.keys_of(arm)}
 
-    def _grid(self, arm: str, budget: int, key: str, said: Any) -> Grid:
+    def _grid(self, arm: str, budget: int, key: str) -> Grid:
         """A key's values. By a factor: as far on both sides as the configuration allows, in six digits, like names of
         runs."""
-        most = self.study.max_points
+        said, most = self.study.keys_of(arm)[key], self.study.max_points
         if isinstance(said, tuple):
-            return Grid(said[:most])
-        start = self._first(arm, budget, key, said)
+            ratio = budget / self.study.search_order[0]
+            return Grid(tuple(dict.fromkeys(carried(key, value, ratio) for value in said[:most])))
+        first, start = self.first_point(arm, budget), self._first(arm, budget, key, said)
         values = [start]
         for factor in (1 / said, said):
             for power in range(1, (most - 1) // 2 + 1):
                 value = float(f"{start * factor**power:.6g}")
                 value = value if float in all_keys()[key].types else round(value)
-                if value in (0, *values) or not self._allows(arm, budget, f"{key}={show(value)}"):
+                if value in (0, *values) or not self._allows(first, key, value):
                     break
                 values.append(value)
         return Grid(tuple(values), outward=True)
 
-    def _allows(self, arm: str, budget: int, argument: str) -> bool:
+    def _allows(self, first: Point, key: str, value: Value) -> bool:
         try:
-            self._at(arm, budget, argument)
+            self._check_value(first, key, value)
         except ConfigError:
             return False
         return True
@@ -260,6 +282,16 @@ class Runs:
             found.append(self.result(point, run))
         found.sort(key=lambda result: (result.state != DONE, not result.is_final))
         return found[0].run if found else None
+
+
+def _with(point: Point, key: str, value: Value) -> Point:
+    return replace(point, values=tuple(sorted((dict(point.values) | {key: value}).items())))
+
+
+def carried(key: str, value: Any, ratio: float) -> Any:
+    """The value at a budget `ratio` times as large: a warm-up keeps its share of the run."""
+    of_run = key in ("schedule.warmup_steps", "schedule.warmup_tokens") and is_number(value) and value
+    return max(1, round(value * ratio)) if of_run else value
 
 
 def failure_record(run: Path) -> Path:

@@ -3,11 +3,10 @@
 import math
 import statistics
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from ngpt_train.study.definition import LR, Study
 from ngpt_train.study.descent import Grid, Phase, descend
-from ngpt_train.study.points import DONE, Point, Result
+from ngpt_train.study.points import DONE, Point, Result, carried
 from ngpt_train.study.rates import At, Lattice, first_rates, next_rates
 from ngpt_train.study.tuning import Trials, best_values, noise_between_seeds, sorted_values, tunings
 
@@ -93,16 +92,10 @@ class _Arm:
         lr = lattice.nearest(_expected_lr(budget, earlier) or lattice.start)
         if bests:
             at, best = list(bests.items())[-1]
-            centre = {key: _carried(key, value, budget / at) for key, value in best}
+            centre = {key: carried(key, value, budget / at) for key, value in best}
         else:
             centre = {key: grid.values[0] for key, grid in self._grids(self._arm, budget).items()}
         return first_rates(self._study, lattice, sorted_values(centre | {LR: lr}))
-
-
-def _carried(key: str, value: Any, ratio: float) -> Any:
-    """The value at a budget `ratio` times as large: a warm-up keeps its share of the run."""
-    of_run = key in ("schedule.warmup_steps", "schedule.warmup_tokens") and value
-    return max(1, round(value * ratio)) if of_run else value
 
 
 def _finished(study: Study, arm: str, results: Mapping[Point, Result]) -> dict[Point, float]:

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtrit
 
+from ngpt_train.config.architectures import all_keys
+from ngpt_train.config.validate import Key
 from ngpt_train.study.definition import LR
 
 Values = tuple[tuple[str, Any], ...]  # (tuned key, value), sorted by key
@@ -38,7 +40,9 @@ def tunings(
         for key in sorted({key for values in of_budget for key, _ in values}):
             line = line_of(of_budget, key, best)
             own, _ = noise_between_seeds([of_budget])  # as in the descent
-            found[budget, key] = analyse(line, own if key in listed else sigma, key in listed, confidence, degrees)
+            found[budget, key] = analyse(
+                line, own if key in listed else sigma, key in listed, confidence, degrees, all_keys().get(key)
+            )
     return found
 
 
@@ -127,14 +131,19 @@ class Tuning:
 
 
 def analyse(
-    line: Line, sigma: float, listed: bool = False, confidence: float = 0.95, degrees: float = math.inf
+    line: Line,
+    sigma: float,
+    listed: bool = False,
+    confidence: float = 0.95,
+    degrees: float = math.inf,
+    limits: Key | None = None,
 ) -> Tuning:
     """Judges the runs of one key.
 
     sigma: standard deviation of the end loss between seeds, with `degrees` degrees of freedom. With 0, as for one seed,
     the interval is unknown. A value is worse than the best if its mean loss is higher by more than sigma, also over the
     shared seeds. listed: on both sides there only has to be a value that is not better by more than sigma, which the
-    descent does not go to.
+    descent does not go to. limits: of the key's values; there is nothing to try beyond.
     """
     tried, best = line.values, line.best
     if len(tried) < 2:
@@ -144,7 +153,8 @@ def analyse(
     if not all(is_number(value) for value in tried):
         return Tuning("bracketed", best)  # names and switches have no order and so no edge
     below, above = line.not_better(sigma) if listed else line.worse(sigma)
-    if not (below or best == 0) or not (above or best == math.inf):  # no value is below 0, none above no limit
+    least, most = (0, None) if limits is None else (limits.minimum, limits.maximum)
+    if not (below or best in (0, least)) or not (above or best in (math.inf, most)):
         return Tuning("edge", best)
     if not below or not above or min(tried) <= 0 or max(tried) == math.inf:  # no parabola in log value
         return Tuning("bracketed", best)

@@ -16,7 +16,13 @@ from ngpt_train.core.secrets import command_of
 from ngpt_train.study.audit.certificate import read_certificates
 from ngpt_train.study.compare import step_times
 from ngpt_train.study.compare.compared_keys import covers
-from ngpt_train.study.compare.comparison import check_out, choose_arms, make_report, write_reports
+from ngpt_train.study.compare.comparison import (
+    check_out,
+    choose_arms,
+    longest_compared,
+    make_report,
+    write_reports,
+)
 from ngpt_train.study.compare.given_runs import gather
 from ngpt_train.study.compare.output.document import console
 from ngpt_train.study.compare.runs import Run
@@ -65,7 +71,7 @@ def compared(
         commands=[*found.commands, command_of("compare", [*compare.runs, *overrides])],
     )
     arms, tuned, notes = choose_arms(given, compare.arms or ())
-    times = _step_times(arms, out, config, measures)
+    times = _step_times(longest_compared(given, arms, tuned), out, config, measures)
     given.notes = [*given.notes, *notes, *(of["untimed"] for of in times.values() if "untimed" in of)]
     timed = {name: of for name, of in times.items() if "untimed" not in of}
     report = make_report(given, arms, tuned, timed, read_certificates(found.runs))
@@ -91,10 +97,9 @@ def _unknown(of: str, names: Sequence[str] | None, name: str, known: Collection[
     return mistake(problem, "Name keys of config.yaml, such as optim.lr")
 
 
-def _step_times(arms: Mapping[str, Sequence[Run]], out: Path | None, own: Config, measures: bool) -> step_times.Times:
+def _step_times(runs: Mapping[str, Run], out: Path | None, own: Config, measures: bool) -> step_times.Times:
     """The step times that an earlier comparison left in `out`, unless they are to be measured `again`. Where some are
-    missing, all are measured: steps are timed in turn."""
-    longest = {name: max(runs, key=lambda run: run.steps) for name, runs in arms.items()}
+    missing, all are measured: steps are timed in turn. runs: one of each arm."""
     again = own.compare.step_times
-    known = {} if again or out is None else step_times.stored(out, longest)
-    return step_times.measure(longest, own) if again or (measures and known.keys() != longest.keys()) else known
+    known = {} if again or out is None else step_times.stored(out, runs)
+    return step_times.measure(runs, own) if again or (measures and known.keys() != runs.keys()) else known

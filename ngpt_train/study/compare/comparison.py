@@ -39,26 +39,23 @@ def make_report(
 
     given: choices of the user replace those of the study. found, tuned: from `choose_arms`. audits: the certificates.
     """
-    said, metric, confidence, overrides = list(given.notes), given.metric, given.confidence, given.overrides or {}
-    comparable = check_comparable([run for of_arm in found.values() for run in of_arm])
-    if metric == "loss" and comparable != metric:
-        raise DataError("the runs have different tokenizers, so only bits per byte compares them: metric=bits_per_byte")
-    metric = metric or comparable
+    said, metric, confidence, overrides = list(given.notes), metric_of(given, found), given.confidence, given.overrides
+    overrides = overrides or {}
     name = choose_baseline(found, given.baseline)
     if len(found) < 2:
         raise mistake(
             f"compare: all runs belong to one arm, {name}: their configs differ in nothing but seed, budget and "
             f"{', '.join(tuned) or 'names'}; say which are compared with compare.arms=[NAME:PATTERN,NAME:PATTERN]"
         )
-    budgets = common_budgets(found)
-    read = {arm: read_arm(arm, of_arm, budgets, tuned, metric, confidence) for arm, of_arm in found.items()}
+    read = read_arms(found, tuned, metric, confidence)
+    best = {x.name: [t.run for b in x.budgets for t in x.at_best(b).values()] or found[x.name] for x in read.values()}
     # A key with a single value at each budget was chosen by hand, not by tuning.
     varied = {
         x.name: [key for key, values in x.tried.items() if any(len(of) > 1 for of in values.values())]
         for x in read.values()
     }
     compared = {
-        arm: versus(of_arm, read[name], found, metric, confidence, step_times)
+        arm: versus(of_arm, read[name], best, metric, confidence, step_times)
         for arm, of_arm in read.items()
         if arm != name
     }
@@ -69,7 +66,6 @@ def make_report(
     judged = {x.name: max(x.best) for x in read.values() if x.best}
     for arm, result in compared.items():
         judged |= {arm: max(d["budget"] for d in result["differences"])} if result["differences"] else {}
-    best = {x.name: [t.run for b in x.budgets for t in x.at_best(b).values()] or found[x.name] for x in read.values()}
     crossed, of_crossed = interactions(given.interactions, read, metric, confidence)
     said += [*(note for arm in read.values() for note in arm.notes), *joined["notes"], *of_crossed]
     report: dict[str, Any] = {
@@ -91,7 +87,7 @@ def make_report(
         "descent": list(map(dict, given.descent)),
         "tuning": [entry for arm in read.values() for entry in _tunings(arm)],
         "curves": [entry for arm in read.values() for entry in _curves(arm, metric)],
-        "costs": [costs_of(arm, of_arm, step_times) for arm, of_arm in found.items()],
+        "costs": [costs_of(arm, of_arm, step_times) for arm, of_arm in best.items()],
         "referee": examine(found, varied, given.under_test, best),
         "looked_at": looked_at(found),
         "tuning_of_keys": {
@@ -103,6 +99,27 @@ def make_report(
         "notes": list(dict.fromkeys(said)),
     }
     return dict(finite(report))
+
+
+def metric_of(given: Gathered, found: Arms) -> str:
+    """The metric that compares the runs. Raises DataError if there is none, or if it is not the one asked for."""
+    comparable = check_comparable([run for of_arm in found.values() for run in of_arm])
+    if given.metric == "loss" and comparable != given.metric:
+        raise DataError("the runs have different tokenizers, so only bits per byte compares them: metric=bits_per_byte")
+    return given.metric or comparable
+
+
+def read_arms(found: Arms, tuned: Sequence[str], metric: str, confidence: float) -> dict[str, Arm]:
+    budgets = common_budgets(found)
+    return {arm: read_arm(arm, of_arm, budgets, tuned, metric, confidence) for arm, of_arm in found.items()}
+
+
+def longest_compared(given: Gathered, found: Arms, tuned: Sequence[str]) -> dict[str, Run]:
+    """A run of each arm at its best values, of its largest budget; of an arm without a loss any run. Raises as
+    `make_report`."""
+    read = read_arms(found, tuned, metric_of(given, found), given.confidence)
+    best = {x.name: next(iter(x.at_best(max(x.budgets)).values())).run for x in read.values() if x.budgets}
+    return {name: best.get(name, runs[0]) for name, runs in found.items()}
 
 
 def choose_arms(given: Gathered, patterns: Sequence[str] = ()) -> tuple[Arms, list[str], list[str]]:

@@ -122,7 +122,7 @@ def _of_config(
     brought_by_arm = {x.key for x in differing if _is_brought(x)}
     tested = under_test or _in_question([x.key for x in differing], brought_by_arm, varied)
     for of_key in differing:
-        kind, note = _judge(of_key, arms, tested, tuned, brought_by_arm)
+        kind, note = _judge(of_key, best if of_key.key in follow else arms, tested, tuned, brought_by_arm)
         values, where = of_key.shown()
         found.append(Difference(of_key.key, values, note="; ".join(filter(None, [where, note])), kind=kind))
     for difference in found:

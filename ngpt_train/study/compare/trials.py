@@ -192,11 +192,12 @@ def pair_of(arm: Arm, baseline: Arm, metric: str) -> tuple[Pair | None, list[str
     cells = {b: (baseline.at_best(b), arm.at_best(b)) for b in sorted(set(arm.best) & set(baseline.best))}
     if not cells:
         return None, [f"{names} have no budget in common"]
-    if not any(one.keys() & other.keys() for one, other in cells.values()):
-        notes.append(f"{names} have no seed in common: their runs are paired in the order of seeds")
-        cells = {b: (_numbered(one), _numbered(other)) for b, (one, other) in cells.items()}
+    if apart := [b for b, (one, other) in cells.items() if not one.keys() & other.keys()]:
+        at = "" if len(apart) == len(cells) else f" at {', '.join(f'{b:,}' for b in apart)} tokens"
+        notes.append(f"{names} have no seed in common{at}: their runs are paired in the order of seeds")
+        cells |= {b: (_numbered(cells[b][0]), _numbered(cells[b][1])) for b in apart}
     shared = {b: one.keys() & other.keys() for b, (one, other) in cells.items()}
-    budgets, seeds = [b for b in cells if shared[b]], sorted(set().union(*shared.values()))
+    budgets, seeds = list(cells), sorted(set().union(*shared.values()))
     trials = [cells[b][side][s] if s in shared[b] else None for side in (0, 1) for b in budgets for s in seeds]
     losses = losses_of(trials).reshape(2, len(budgets), len(seeds))
     rows, why = rows_of(trials, metric)

@@ -23,7 +23,7 @@ def versus(
 ) -> dict[str, Any]:
     """The arm's `verdict`, `differences`, `speedups` and `trends` (one at most) in report.json, and `notes`.
 
-    runs: by the name of the arm.
+    runs: of each arm, by its name, those whose cost counts.
     """
     pair, notes = pair_of(arm, baseline, metric)
     for x in (arm, baseline):

@@ -296,7 +296,8 @@ def tuning(report: Report) -> Table:
     names = ["Best tried", "Optimum of the parabola", "Price of the grid", "Points tried"]
     columns += [(name, NUMBER) for name in names]
     note = (
-        "Bracketed: on both sides some value tried is worse than the best, by more than the noise between seeds. "
+        "Bracketed: on both sides some rate tried is worse than the best, by more than the noise between seeds; of "
+        "another key, some value tried is not better by more than the noise. "
         f"Price of the grid ({report['unit']}): by how much the parabola's loss at the best value lies above its "
         "lowest one. The best is chosen by the runs that are then compared, which flatters each arm by a part of its "
         "noise."

@@ -114,18 +114,19 @@ def _lost(report: Report) -> list[str]:
 
 
 def _thrown_away(report: Report, arm: str) -> list[str]:
-    """A warning if a failed seed excludes values whose other seeds end lower than the best values."""
+    """A warning if a failed seed excludes values whose other seeds end lower than the same seeds at the best values."""
     at = budget_of(report, arm)
     ended = [x for x in report["losses"] if (x["arm"], x["budget"]) == (arm, at)]
     best = report["arms"][arm]["best_by_budget"].get(str(at), {})
-    losses = [x["loss"] for x in ended if x["values"] == best]
+    losses = {x["seed"]: x["loss"] for x in ended if x["values"] == best}
     for failed in [x for x in report["failures"] if (x["arm"], x["budget"]) == (arm, at)]:
-        others = [x["loss"] for x in ended if x["values"] == failed["values"]]
-        if others and losses and sum(others) / len(others) < sum(losses) / len(losses):
+        of_values = [x for x in ended if x["values"] == failed["values"] and x["seed"] in losses]
+        gains = [losses[x["seed"]] - x["loss"] for x in of_values]
+        if sum(gains) > 0:
             return [
                 f"With {values_text(failed['values'])} {arm} fails for a seed ({failed['reason']}), while "
-                f"{len(others)} of its seeds end lower than with the values that are compared: a failure counts as "
-                "worse than any loss."
+                f"{len(gains)} of its seeds end lower in the mean than with the values that are compared: a failure "
+                "counts as worse than any loss."
             ]
     return []
 
