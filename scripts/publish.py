@@ -47,7 +47,8 @@ def publish_transfer(study: Path, out: Path) -> None:
 
 
 def pack(study: Path, out: Path) -> None:
-    """The records of all runs that ended, as files of `studies`, like files side by side."""
+    """The records of all runs that ended, as files of `studies`, like files side by side. A run that is a link to
+    another study's is packed too, so that the archive alone gives the study's page."""
     root = str(study.parent.absolute())
     with tarfile.open(out, "w:xz", preset=9) as archive:
         for path in sorted(records(study), key=lambda path: (path.name, path)):
@@ -62,7 +63,7 @@ def pack(study: Path, out: Path) -> None:
 def records(study: Path) -> Iterator[Path]:
     yield from (path for name in ("study.yaml", "descent.json") if (path := study / name).exists())
     for run in (study / "runs").iterdir():
-        if (run / "exit.json").exists() and not run.is_symlink():
+        if (run / "exit.json").exists():
             yield from (run / name for name in RECORDS)
             yield max((run / "evals").glob("*.npz"))
 

@@ -76,7 +76,7 @@ def write_run(
     """A run that ends at `loss`. rows: what each validation row adds to it. ratio: within its schedule, the run is so
     many times ahead of one with the ratio 1."""
     path.mkdir(parents=True)
-    tokens = ROWS_PER_STEP * CONTEXT
+    tokens = (config or {}).get("train.batch_rows", ROWS_PER_STEP) * CONTEXT
     keys = {"run.name": path.name, "run.seed": seed, "model.name": arm, "train.steps": steps, "optim.lr": lr}
     keys |= {"train.batch_rows": ROWS_PER_STEP, "model.context": CONTEXT, "model.vocab_size": 4096, "model.d_model": 64}
     (path / "config.yaml").write_text(yaml.safe_dump(nested({**keys, **(config or {})})))

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import yaml
 from ngpt_train.__main__ import main
 from ngpt_train.config import Config, load_config
 from ngpt_train.study.compare import step_times
+from ngpt_train.study.compare.comparison import choose_arms, longest_compared, make_report
+from ngpt_train.study.compare.given_runs import gather
 from ngpt_train.study.compare.output import charts
 from ngpt_train.study.compare.output.comparison_page import html
 from ngpt_train.study.compare.output.document import document
@@ -240,6 +243,40 @@ def test_step_times_are_measured_once(tmp_path: Path, monkeypatch: pytest.Monkey
     (out / "step_times.json").write_text(json.dumps(saved))
     again()
     assert len(taken) == 3
+
+
+def test_the_step_that_is_timed(tmp_path: Path) -> None:
+    """Caught: a step, and a run's clock, of a batch that was tried and not taken."""
+    paths = []
+    for arm, rows, seed in [("gpt", 8, 0), ("gpt", 8, 1), ("gpt", 4, 0), ("ngpt", 8, 0), ("ngpt", 8, 1)]:
+        name, more = f"{arm}-409600-train.batch_rows{rows}-seed{seed}", 8 // rows
+        config, loss = {"train.batch_rows": rows}, 3.0 + 0.1 * (rows == 4) + 0.01 * seed
+        paths.append(write_run(tmp_path / name, arm, 800 * more, seed, loss, config=config, step_time=more * 0.01))
+    given = replace(gather(paths), tuned=["optim.lr", "train.batch_rows"])
+    arms, tuned, _ = choose_arms(given)
+    timed = longest_compared(given, arms, tuned)
+    assert {name: run.config["train.batch_rows"] for name, run in timed.items()} == {"gpt": 8, "ngpt": 8}
+    report = make_report(given, arms, tuned, {}, [])
+    assert [x["estimate"] for x in report["speedups"] if x["unit"] == "seconds"] == pytest.approx(
+        [x["estimate"] for x in report["speedups"] if x["unit"] == "tokens"]
+    )
+
+
+def test_seeds_of_one_budget_that_differ(tmp_path: Path) -> None:
+    """Caught: the largest budget of both left out in silence, because its seeds differ and another's do not."""
+    paths = [
+        write_run(tmp_path / f"{arm}-{steps * 512}-seed{seed}", arm, steps, seed, 4 - steps / 1000 + 0.01 * seed)
+        for arm, steps, seeds in [
+            ("gpt", 400, (0, 1)),
+            ("ngpt", 400, (0, 1)),
+            ("gpt", 800, (0, 1)),
+            ("ngpt", 800, (2, 3)),
+        ]
+        for seed in seeds
+    ]
+    report = report_of(paths, tmp_path / "report")
+    assert [x["budget"] for x in report["differences"]] == [204_800, 409_600]
+    assert "gpt have no seed in common at 409,600 tokens: their runs are paired" in " ".join(report["notes"])
 
 
 def test_rows_of_a_seed_that_one_arm_has(tmp_path: Path) -> None:

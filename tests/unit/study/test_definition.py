@@ -67,6 +67,17 @@ def test_a_tuned_batch_or_context_changes_the_steps_and_not_the_tokens(tmp_path:
         assert runs.result(point).state == DONE
 
 
+def test_values_of_batch_and_warm_up(tmp_path: Path) -> None:
+    """Caught: a batch by a factor that goes on to steps of other budgets; a warm-up's list that is as many steps at
+    twice the budget; words that are multiplied."""
+    text = f"{YAML}tune: {{train.batch_rows: 2, schedule.warmup_steps: [3, auto, 0, 4]}}\n"
+    runs = Runs(study_of(tmp_path, "study.budgets=[20480,40960]", text=text))
+    runs.check()
+    assert runs.grids("gpt", 20480)["train.batch_rows"].values == (8, 4, 2, 1, 16, 32, 64)  # 128 rows have 2 steps
+    assert runs.grids("gpt", 20480)["schedule.warmup_steps"].values == (3, "auto", 0, 4)
+    assert runs.grids("gpt", 40960)["schedule.warmup_steps"].values == (6, "auto", 0, 8)
+
+
 def test_a_runs_arguments_and_directory(tmp_path: Path) -> None:
     """Caught: a key of the study or the command line that does not reach the runs, a tuned value that loses digits, a
     directory that is not named after them."""
@@ -152,6 +163,16 @@ MISTAKES: dict[str, tuple[str, list[str], list[str]]] = {
     "tuned value twice": ("tune: {optim.eps: [1.0e-8, 1.0e-8]}\n", [], ["optim.eps", "Name each once"]),
     "tuned and decided": ("tune: {run.seed: [1, 2]}\n", [], ["study.tune: run.seed", "Leave it out"]),
     "arm refuses a value": ("tune: {optim.weight_decay: [0.0, 0.1]}\n", [], ["arm ngpt", "weights are never decayed"]),
+    "a batch of another budget": (
+        "budgets: [5120]\ntune: {train.batch_rows: [8, 12]}\n",
+        [],
+        ["train.batch_rows=12", "5376 tokens, not 5120 as with 8", "multiples of 768"],
+    ),
+    "a warm-up longer than a tuned batch's run": (
+        "budgets: [20480]\ntune: {train.batch_rows: [8, 32], schedule.warmup_steps: [3, 20]}\n",
+        [],
+        ["schedule.warmup_steps=20", "train.steps=10"],
+    ),
     "comparison's baseline": ("", ["compare.baseline=gtp"], ["compare.baseline=gtp", "did you mean gpt", "Arms: gpt"]),
     "comparison's place": ("", ["compare.out=/dev/null"], ["compare.out=/dev/null", "Name a directory"]),
 }

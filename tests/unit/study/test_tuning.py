@@ -7,7 +7,7 @@ import pytest
 from ngpt_train.study.definition import LR
 from ngpt_train.study.points import UNFINISHED, WAITING, Point, Result
 from ngpt_train.study.search import next_points
-from ngpt_train.study.tuning import Line, analyse, best_values, line_of, tunings
+from ngpt_train.study.tuning import Line, analyse, best_values, tunings
 from tests.unit.study.searches import START, Loss, fixed_noise, listed, octaves, result, search, start, study, trials
 
 
@@ -115,16 +115,17 @@ def test_a_hard_first_seed_makes_no_bracket() -> None:
         ("optim.clip_norm", {None: 3.0, 1.0: 3.1}, "bracketed"),
         ("optim.clip_norm", {None: 3.1, 1.0: 3.0}, "edge"),
         ("optim.clip_norm", {None: 3.1, 1.0: 3.0, 0.25: 3.1}, "bracketed"),
+        ("schedule.decay_fraction", {0.5: 3.1, 1.0: 3.0}, "bracketed"),  # there are none above 1
+        ("train.batch_rows", {2: 3.1, 1: 3.0}, "bracketed"),
         ("optim.gate_power", {None: 3.0, 0.5: 3.1}, "bracketed"),
         ("optim.gate_power", {None: math.inf, 0.5: math.inf}, "edge"),
     ],
 )
-def test_null_is_the_rate_or_no_limit(key: str, losses: dict[float | None, float], state: str) -> None:
+def test_null_and_limits(key: str, losses: dict[float | None, float], state: str) -> None:
     """Caught: null as the best value taken for no value, as if all had failed; a best value at the end of a list with
-    null called tuned."""
+    null called tuned; one at the key's own limit called untuned."""
     trials = {((key, value), (LR, 0.01)): {0: loss} for value, loss in losses.items()}
-    best = min(trials, key=lambda values: trials[values][0])
-    assert analyse(line_of(trials, key, best), 0.01, listed=True).state == state
+    assert tunings({1: trials}, listed=[key])[1, key].state == state
 
 
 def test_price_of_the_grid() -> None:
