@@ -14,7 +14,8 @@ A varlen kernel takes the documents as sequences laid end to end, and does no wo
 documents. It is flash-attn's if the package is installed, else torch's own. flex_attention skips the blocks of the mask
 that are all false. sdpa with a boolean mask computes all pairs of tokens, and runs everywhere.
 
-The scale is always passed, because nGPT's is sqrt(D), and the default of each kernel is 1/sqrt(D).
+The scale is always passed, because nGPT's is sqrt(D), and the default of each kernel is 1/sqrt(D). On a CPU in bf16
+small heads have their backward pass in fp32 (`small_heads.py`).
 """
 
 import contextlib

@@ -166,7 +166,7 @@ def read_study(
 
 
 def _as_begun(path: Path) -> bool:
-    """Whether the study in `path` refines its rates: a new one does. `points.check_stored` reports a damaged file."""
+    """Whether the study in `path` refines its rates: a new one does. `check_stored` reports a damaged file."""
     try:
         return not (path / FILE).exists() or read_stored(path).refine
     except DataError:

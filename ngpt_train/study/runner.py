@@ -14,6 +14,7 @@ from ngpt_train.config.stored import read_yaml
 from ngpt_train.config.validate import show
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import DirectoryLock, write_json
+from ngpt_train.study.begun_study import check_stored, mismatch
 from ngpt_train.study.compare.comparison import check_out
 from ngpt_train.study.cost import cost_of_phases, costs, measure, rehearsal, table
 from ngpt_train.study.definition import LR, Study, check_arm, hashable, read_study, write_study
@@ -27,10 +28,8 @@ from ngpt_train.study.points import (
     Point,
     Result,
     Runs,
-    check_stored,
     differences,
     failure_record,
-    mismatch,
 )
 from ngpt_train.study.progress_lines import ProgressLines
 from ngpt_train.study.search import next_points, phases

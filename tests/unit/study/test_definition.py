@@ -13,8 +13,9 @@ from ngpt_train.config import ConfigError, load_config
 from ngpt_train.config.arguments import arguments_of
 from ngpt_train.config.yaml_files import Files
 from ngpt_train.core.errors import DataError
+from ngpt_train.study.begun_study import check_stored
 from ngpt_train.study.definition import Study, merged, read_stored, read_study, write_study
-from ngpt_train.study.points import DONE, Point, Runs, check_stored, differences
+from ngpt_train.study.points import DONE, Point, Runs, differences
 from tests.unit.study.small_study import YAML, leave, options, study_of
 
 PACKAGED = [name for name in Files().options["study"] if name != "null"]

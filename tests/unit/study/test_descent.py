@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ngpt_train.core.errors import ConfigError
+from ngpt_train.study.begun_study import check_stored
 from ngpt_train.study.compare.comparison import choose_arms, make_report
 from ngpt_train.study.compare.given_runs import gather
 from ngpt_train.study.compare.output.comparison_page import html
@@ -18,7 +19,7 @@ from ngpt_train.study.compare.output.document import document
 from ngpt_train.study.cost import cost_of_phases, rehearsal
 from ngpt_train.study.definition import LR, Study, read_stored, write_study
 from ngpt_train.study.descent import GAINED, OUT_OF_RUNS, WITHIN_NOISE, Grid, Phase, write_phases
-from ngpt_train.study.points import DONE, Point, Result, Runs, check_stored
+from ngpt_train.study.points import DONE, Point, Result, Runs
 from ngpt_train.study.runner import Runner
 from ngpt_train.study.search import Grids, phases
 from ngpt_train.study.tuning import best_values, tunings
