@@ -10,6 +10,7 @@ from pathlib import Path
 from ngpt_train.config.validate import mistake
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json, sync
+from ngpt_train.core.recorded import ANSWERS
 
 
 def check_directory(setting: str, path: Path) -> None:
@@ -72,6 +73,8 @@ def check_beside(setting: str, out: Path, names: Sequence[str]) -> None:
 def files_of(result: Mapping[str, object], stem: str) -> set[str]:
     """The files that `evaluate` has written beside `result`, whose name is `stem` and an ending."""
     found = {"tasks": f"{stem}_items.jsonl", "curves": f"{stem}.png", "rows_hash": f"{stem}.npz"}
+    found |= dict.fromkeys(("matthews", "pearson"), f"{stem}{ANSWERS}")  # of examples with labels, and with numbers
+    found |= {"bleu": f"{stem}_translations.txt", "chrf": f"{stem}_references.txt"}
     contexts = [key.removeprefix("rows_hash_ctx") for key in result if key.startswith("rows_hash_ctx")]
     return {name for key, name in found.items() if key in result} | {f"{stem}_context_{n}.npz" for n in contexts}
 

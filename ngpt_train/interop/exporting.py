@@ -22,7 +22,7 @@ from ngpt_train.evaluation.restore import Restored
 from ngpt_train.interop.layouts.layout import NOTE, Layout
 from ngpt_train.interop.safetensors_files import FLOATS, write_tensors
 from ngpt_train.interop.tokenizer_files import write_tokenizers
-from ngpt_train.interop.verification import check_bits, check_logits, check_reader, difference, random_rows
+from ngpt_train.interop.verification import AUTO_MODELS, check_bits, check_logits, check_reader, difference, random_rows
 from ngpt_train.models.weights import export_weights, load_weights
 from ngpt_train.training.checkpoint.catalogue import read_progress
 
@@ -143,7 +143,7 @@ def card(restored: Restored, layout: Layout, dtype: str, said: Sequence[str], ha
     checks = "\n".join(f"- {line.strip()}" for line in said)
     return f"""---
 library_name: {"transformers" if layout.for_transformers else "ngpt-train"}
-pipeline_tag: text-generation
+pipeline_tag: {TASKS[layout.objective]}
 ---
 
 # {plain(config.run.name)}
@@ -164,6 +164,9 @@ The config of the run is `ngpt_train_config.yaml`. No licence is claimed here.
 
 {checks}
 """
+
+
+TASKS = {"next_token": "text-generation", "masked": "fill-mask", "translation": "translation"}  # the hub's words
 
 
 def plain(text: str) -> str:
@@ -199,13 +202,16 @@ def _loading(layout: Layout, has_tokenizer: bool) -> str:
     """Code that loads the model."""
     if not layout.for_transformers:
         return 'from read_weights import read\n\nweights = read(".")  # numpy arrays by name'
-    trust = ", trust_remote_code=True" if layout.files else ""
+    trust, auto = ", trust_remote_code=True" if layout.files else "", AUTO_MODELS[layout.objective]
     if not has_tokenizer:
-        return f"""from transformers import AutoModelForCausalLM
+        return f"""from transformers import {auto}
 
-model = AutoModelForCausalLM.from_pretrained("."{trust})"""
-    return f"""from transformers import AutoModelForCausalLM, AutoTokenizer
+model = {auto}.from_pretrained("."{trust})"""
+    lines = f"""from transformers import {auto}, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("."{trust})
-tokenizer = AutoTokenizer.from_pretrained("."{trust})
+model = {auto}.from_pretrained("."{trust})
+tokenizer = AutoTokenizer.from_pretrained("."{trust})"""
+    if layout.objective == "masked":
+        return lines
+    return f"""{lines}
 print(tokenizer.decode(model.generate(**tokenizer("The ", return_tensors="pt"), max_new_tokens=50)[0]))"""

@@ -128,6 +128,10 @@ class Decoder(nn.Module):
         """h `(B, T, d_model)` plus an embedding of positions `(T,)` or `(B, T)`; here h itself, as RoPE has them."""
         return h
 
+    def norm_first(self, h: Tensor) -> Tensor:
+        """A norm of the sum of embedding and positions, h `(B, T, d_model)`; here h itself."""
+        return h
+
     def drop_embedding(self, h: Tensor) -> Tensor:
         """model.embedding_dropout of the first hidden state h `(B, T, d_model)`."""
         return self.embedding_dropout(h)
@@ -248,8 +252,9 @@ class Decoder(nn.Module):
         return head.logits() if targets is None else self.loss_of(head, targets)
 
     def first_hidden_state(self, tokens: Tensor, table: Tensor, positions: Tensor) -> Tensor:
-        """The first block's h `(B, T, d_model)`: embedding and positions, in the dtype of activations, with dropout."""
-        h = self.add_positions(self.embed(tokens, table), positions)
+        """The first block's h `(B, T, d_model)`: embedding and positions, normed, in the dtype of activations, with
+        dropout."""
+        h = self.norm_first(self.add_positions(self.embed(tokens, table), positions))
         return self.drop_embedding(h.to(self.compute_dtype or self.embedding.dtype))
 
     def seeds_in_use(self, seeds: Tensor | None) -> Tensor | None:

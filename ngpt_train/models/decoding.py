@@ -200,7 +200,7 @@ class Cached(Recomputed):
         h = self.model.embed(tokens, self.model.embedding)
         if self.added is not None:
             h = h + self.added[positions]
-        return self.model.drop_embedding(h.to(self.dtype))
+        return self.model.drop_embedding(self.model.norm_first(h).to(self.dtype))
 
     def logits(self, h: Tensor) -> Tensor:
         """Logits `(n, V)` of the last hidden states h `(n, d_model)`."""

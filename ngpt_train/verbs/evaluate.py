@@ -17,7 +17,7 @@ from ngpt_train.config.sections.records import check_contexts
 from ngpt_train.config.validate import mistake, show
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_atomically, write_json
-from ngpt_train.core.recorded import finite, measured
+from ngpt_train.core.recorded import ANSWERS, finite, measured
 from ngpt_train.data import open_dataset
 from ngpt_train.data.sources import documents_by_split, open_source
 from ngpt_train.data.tokenizers.tokenizer import tokenizer_identity
@@ -51,7 +51,9 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     combined = combine(config, trained.config, overrides)
     check_contexts(combined)
     contexts = sorted({combined.model.context, *(combined.eval.contexts or [])})
-    out, files = output(config, *(file_name("{stem}", context, combined.model.context) for context in contexts))
+    of_labels = [f"{{stem}}{ANSWERS}"] if combined.model.n_classes else []
+    rows = [file_name("{stem}", context, combined.model.context) for context in contexts]
+    out, files = output(config, *rows, *of_labels)
     world = join_world(config)
     restored = restore(trained, config, world)
     dataset = world.on_all_without_timeout(
@@ -89,7 +91,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
                 f"ppl {of_context['ppl']:.4f}  bits per byte {of_context['bits_per_byte']:.6f}"
             )
         if out is not None:
-            for context, name in zip(contexts, files, strict=True):
+            for context, name in zip(contexts, files, strict=False):  # with answers there is one more file
                 losses[context].write(out.with_name(name))
             write(out, result, files)
     return 0

@@ -1,9 +1,11 @@
 """`generate`: text from a checkpoint's model."""
 
+import itertools
 import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -87,8 +89,9 @@ def write_translations(restored: Restored, wanted: GenerateConfig, prompts: Iter
     )
     if wanted.out is None:
         # A typed line is answered before the next one is read.
-        for part in ([prompt] for prompt in prompts) if wanted.interactive else [list(prompts)]:
-            for found in translated(part):
+        parts = ([prompt] for prompt in prompts) if wanted.interactive else [list(prompts)]
+        with ended_by_ctrl_c() if wanted.interactive else nullcontext():
+            for found in itertools.chain.from_iterable(map(translated, parts)):
                 print(one_line(found.text), flush=True)
         return
     sources = list(prompts)
@@ -174,13 +177,20 @@ def typed_prompts() -> Iterator[str]:
 
 def converse(texts: Texts) -> None:
     """Continues each line of stdin, until it ends or Ctrl-C."""
-    try:
+    with ended_by_ctrl_c():
         for prompt in typed_prompts():
             note_spaces([prompt], texts.tokenizer)
             try:
                 show(texts, prompt)
             except ConfigError as error:  # generate.overflow refuses this prompt; the next may be shorter
                 print(error, file=sys.stderr)
+
+
+@contextmanager
+def ended_by_ctrl_c() -> Iterator[None]:
+    """Ctrl-C ends the `with`, not the program."""
+    try:
+        yield
     except KeyboardInterrupt:
         print(flush=True)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Union
 
@@ -92,6 +93,15 @@ class LengthConfig:
             yield "evaluate.length.contexts", "no context", "Name one, as in [1024], or leave it out"
         if self.contexts is not None and validation.tasks is not None:
             yield "evaluate.length.contexts eval.tasks", "two evaluations", "Start one after the other"
+        idle = [name for name in ("stride", "documents") if getattr(self, name) is not None]
+        idle += ["rope"] if self.rope != ["none"] else []
+        if self.contexts is None and idle:
+            keys = " ".join(f"evaluate.length.{name}" for name in idle)
+            yield (
+                f"{keys} evaluate.length.contexts",
+                "no such evaluation",
+                "Name contexts, as in [1024], or leave it out",
+            )
         if not self.rope or not set(self.rope) <= {"none", "linear", "ntk"}:
             yield "evaluate.length.rope", "not a list of none, linear and ntk", "For example [none,ntk]"
         if self.contexts is not None and self.stride is not None and self.stride > min(self.contexts):
@@ -126,8 +136,12 @@ class EvaluateConfig(CheckpointKeys):
         yield from super().refused(config)
         if self.beams is not None and find_spec("sacrebleu") is None:
             yield "evaluate.beams", "the package sacrebleu is not installed", "pip install 'ngpt-train[eval]'"
-        if self.moses is not None and self.beams is None:
-            yield "evaluate.moses evaluate.beams", "nothing is translated", "Set evaluate.beams=5, or leave it out"
+        idle = [("moses", self.moses is not None), ("length_penalty", self.length_penalty != 1)]
+        for name in [name for name, is_set in idle if is_set and self.beams is None]:
+            yield f"evaluate.{name} evaluate.beams", "nothing is translated", "Set evaluate.beams=5, or leave it out"
+        for other in ("evaluate.length.contexts", "eval.tasks"):
+            if self.beams is not None and attrgetter(other)(config) is not None:
+                yield f"evaluate.beams {other}", "two evaluations", "Start one after the other"
         if self.moses is not None and find_spec("sacremoses") is None:
             yield "evaluate.moses", "the package sacremoses is not installed", "pip install 'ngpt-train[eval]'"
         if self.out is not None and self.out.endswith(".npz"):

@@ -173,7 +173,9 @@ class Composition(DecoderOverBatch):
 
     def add_positions(self, h: Tensor, positions: Tensor) -> Tensor:
         added = self.config.positions in ("sinusoidal", "learned")
-        h = add_positions(h, positions, self.positions) if added else h
+        return add_positions(h, positions, self.positions) if added else h
+
+    def norm_first(self, h: Tensor) -> Tensor:
         return h if self.norm_embedding is None else self.norm_embedding(h)
 
 

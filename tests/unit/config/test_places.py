@@ -53,6 +53,8 @@ def test_files_that_are_written(out: str, capsys: pytest.CaptureFixture[str]) ->
         ("new.npz", "rows_hash"),
         ("new_context_32.npz", "rows_hash_ctx32"),
         ("new.png", "curves"),
+        ("new_answers.jsonl", "matthews"),
+        ("new_references.txt", "chrf"),
     ],
 )
 def test_files_beside_a_result(name: str, key: str, tmp_path: Path) -> None:

@@ -53,3 +53,6 @@ def test_a_run_is_exported(tmp_path: Path) -> None:
     assert main(["export", f"export.checkpoint={tmp_path}/runs/r", f"export.out={out}", "export.rows=2"]) == 0
     card = (out / "README.md").read_text()
     assert "RobertaForMaskedLM and ngpt-train" in card
+    assert "AutoModelForMaskedLM.from_pretrained" in card
+    assert "AutoModelForCausalLM" not in card
+    assert "pipeline_tag: fill-mask" in card

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngpt_train.models import Decoder
+from ngpt_train.models import Decoder, build_model
 from ngpt_train.models.decoder import uncompiled
 from ngpt_train.models.decoding import Recomputed, cached
 from ngpt_train.models.layers.attention import Attention
-from tests.properties.architectures import ARCHITECTURES, CONTEXT, SMALL, VARIANTS, Size, error, jittered
+from tests.properties.architectures import ARCHITECTURES, CONTEXT, SMALL, VARIANTS, Size, config, error, jittered
 
 GROUPED = Size(24, 3, 6, 31, n_kv_heads=2, d_mlp=50, n_encoder_layers=2)
 ALL = ARCHITECTURES | VARIANTS
@@ -77,6 +77,20 @@ def test_kept_keys_and_values_change_nothing(name: str, size: Size) -> None:
     for actual, expected in greedily(model, prompts, 8 if ALL[name].has_encoder else 5):
         assert error(actual, expected) < 1e-12
     assert all(module.cache is None for module in model.modules() if isinstance(module, Attention))
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@pytest.mark.parametrize("name", ["composed", "composed_encoder_decoder"])
+def test_the_norm_of_embeddings(name: str, positions: str) -> None:
+    """Caught: the norm of positions alone, or none, in the place of the norm of their sum with the embedding."""
+    of_stacks = config(ALL[name], replace(GROUPED, source_context=CONTEXT - 6 if ALL[name].has_encoder else 0))
+    model = build_model(replace(of_stacks, embedding_norm=True, positions=positions, norm="layer")).double().eval()
+    model.init_weights_(0)
+    with torch.no_grad():
+        for of_model in model.parameters():
+            of_model += 0.3 * torch.randn(of_model.shape, generator=torch.Generator().manual_seed(1))
+    for actual, expected in greedily(model, prompts_of(GROUPED, (1, 5)), 3):
+        assert error(actual, expected) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["gpt+qk_norm", "ngpt", "powernorm", "ntransformer"])
