@@ -21,7 +21,7 @@ from ngpt_train.data.cache_files import canonical_hash
 from ngpt_train.data.dataset import Dataset, OnMain, Tokens
 from ngpt_train.data.loader import Reader, ReaderState, Share
 from ngpt_train.data.permutation import uniform
-from ngpt_train.data.rows import Batch, row_format
+from ngpt_train.data.rows import Batch, row_format, tokens_for_targets
 from ngpt_train.data.streamed_text import corpus_of, list_shards, open_text
 from ngpt_train.data.tokenizers import load_tokenizer
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer, tokenizer_identity
@@ -183,7 +183,7 @@ def _beginning(tokens: Tokens, config: Config, share: float) -> tuple[NDArray[np
     """Ids and offsets of a split's first documents: enough for the share of eval.rows or eval.tokens, or all."""
     form = row_format(config, tokens.eos)
     lengths = tokens.documents[1]
-    wanted = config.eval.rows or config.eval.tokens
+    wanted = config.eval.rows or tokens_for_targets(config)
     assert wanted is not None
     if config.eval.rows is None:
         full = form.targets_of(lengths).cumsum()

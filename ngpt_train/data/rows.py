@@ -356,7 +356,13 @@ def chosen_rows(rows: Rows, config: Config) -> NDArray[np.int64]:
     firsts = permuted(np.arange(n_blocks), n_blocks, VALIDATION_SEED) * block
     order = (firsts[:, None] + np.arange(block)).ravel()
     order = order[order < total]  # the last block of the text may be shorter
-    return order[: _enough(rows, order, config.eval.tokens)]
+    return order[: _enough(rows, order, tokens_for_targets(config) or 0)]
+
+
+def tokens_for_targets(config: Config) -> int | None:
+    """eval.tokens; of masked rows the tokens that have so many targets on average."""
+    wanted, model = config.eval.tokens, config.model
+    return wanted if wanted is None or model.objective != "masked" else math.ceil(wanted / model.mask_share)
 
 
 def _enough(rows: Rows, order: NDArray[np.int64], n_targets: int) -> int:

@@ -22,7 +22,7 @@ from ngpt_train.data.cache_files import FileHashes, cache_directory, canonical_h
 from ngpt_train.data.dataset import Dataset, OnMain, Tokens, path_of
 from ngpt_train.data.loader import Share
 from ngpt_train.data.permutation import keyed_hash, keyed_order, permuted
-from ngpt_train.data.rows import BestFit, RowFormat, check_length, row_format
+from ngpt_train.data.rows import BestFit, RowFormat, check_length, row_format, tokens_for_targets
 from ngpt_train.data.shard_cache import OpenShards, ShardCache
 from ngpt_train.data.sources import open_source
 from ngpt_train.data.sources.local_files import shards_of
@@ -189,7 +189,7 @@ def _validation_tokens(config: Config, text: OpenShards, tokenizer: Tokenizer) -
     and a longer text would have other rows.
     """
     form = row_format(config, tokenizer.eos)
-    rows, wanted = config.eval.rows, config.eval.tokens
+    rows, wanted = config.eval.rows, tokens_for_targets(config)
     takes_all = rows is None and wanted is None
     ids: list[NDArray[np.integer]] = []
     n_tokens = n_documents = n_targets = full = 0

@@ -77,7 +77,7 @@ class Validations(Hook):
                     self._files.write(run.step, losses)
                 except DataError as error:
                     run.warn(str(error))
-                self._validated(run.step, self.last["loss"])
+                self._validated(run.step, self._validation.comparable_loss(losses))
             text = self._sample(state) if self._sample is not None else None
         run.log(run.record("eval") | self.last)
         if text is not None:

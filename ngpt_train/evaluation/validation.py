@@ -166,12 +166,14 @@ class Evaluations:
     def __init__(self, tokens: Tokens, tokenizer: Tokenizer, config: Config) -> None:
         self.config = config
         self.context = config.model.context
-        chosen = chosen_rows(rows_of(tokens, config), config)
+        rows = rows_of(tokens, config)
+        self._n_rows, chosen = len(rows), chosen_rows(rows, config)
         contexts = sorted({*(config.eval.contexts or []), self.context})
         within = rows_within_budget(config, len(contexts))
         self._all = at_contexts(tokens, tokenizer, config, chosen, contexts)
         fewer = within < len(chosen)
         self._early = at_contexts(tokens, tokenizer, config, chosen[:within], contexts) if fewer else self._all
+        self._is_early = np.isin(np.sort(chosen), chosen[:within])  # of all chosen rows, in their order
 
     @property
     def at_training_context(self) -> Validation:
@@ -186,6 +188,13 @@ class Evaluations:
         chosen = self._all if last else self._early
         return {context: validation.row_losses(model, world) for context, validation in chosen.items()}
 
+    def comparable_loss(self, losses: Mapping[int, RowLosses]) -> float:
+        """The loss of the rows that each validation of the run takes."""
+        rows = losses[self.context]
+        if len(rows.loss_sum) < len(self._is_early) or self._is_early.all():
+            return float(rows.metrics()["loss"])
+        return float(rows.loss_sum[self._is_early].sum() / rows.n_targets[self._is_early].sum())
+
     def metrics(self, losses: Mapping[int, RowLosses]) -> dict[str, Any]:
         """The metrics of all contexts, as NAME_ctxCONTEXT if it is not model.context."""
         found = losses[self.context].metrics()
@@ -198,7 +207,7 @@ class Evaluations:
         whole, early = self._all[self.context], self._early[self.context]
         n_targets, wanted = len(whole.targets), self.config.eval.tokens
         found = [f"validation on {whole.n_rows:,} rows with {n_targets:,} targets, rows_hash {whole.rows_hash}"]
-        if wanted is not None and n_targets < wanted:
+        if wanted is not None and n_targets < wanted and whole.n_rows == self._n_rows:
             found[0] += f": all that is held out, fewer than eval.tokens={wanted:,}"
         if early is not whole:
             found.append(

@@ -74,8 +74,10 @@ def epochs(rows: int, rows_by_source: Mapping[str, int] | None, epoch_rows: Mapp
 
 
 def padding(run: TrainingRun) -> Record:
-    """{"padding": the share of padding in all targets so far} if rows are padded, else {}."""
-    pads = run.state.config.data.pack == "best_fit"
+    """{"padding": the share of padding in all targets so far} if rows are padded, else {}. Masked rows have no such
+    record, because most of their tokens are no targets."""
+    config = run.state.config
+    pads = config.data.pack == "best_fit" and config.model.objective != "masked"
     return {"padding": 1 - int(run.state.tokens) / (run.step * run.tokens_per_step)} if pads else {}
 
 

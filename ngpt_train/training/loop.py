@@ -233,9 +233,10 @@ def take_step(run: TrainingRun) -> bool:
 
 
 def save_while_waiting(run: TrainingRun) -> None:
-    """Saves the last step after a wait for rows has ended, unless the step was skipped or a rollback is due."""
+    """Saves the last step after a wait for rows has ended, unless it and the one before were skipped, or a rollback is
+    due."""
     run.reason = run.stop.reason
     run.skipped = int(run.state.guards.skipped_in_a_row)
-    run.saving = run.result is not None and not run.skipped and not run.state.guards.bad_step()
+    run.saving = run.result is not None and run.skipped < 2 and not run.state.guards.bad_step()
     if run.saving:
         run.at("save")

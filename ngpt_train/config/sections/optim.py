@@ -226,6 +226,10 @@ class OptimConfig:
             if name not in self._of_muon() and getattr(self, name) is not None:
                 key = f"optim.{name}"
                 yield f"{key} optim.name", f"{key} has no effect then", f"Leave it out, or set {key}=null"
+        for name in ("label_smoothing", "z_loss"):
+            if model.n_classes == 1 and getattr(self, name):
+                fix = f"Set optim.{name}=0, or name the labels with data.labels"
+                yield f"optim.{name}", "labels that are numbers have a squared error, which has no such term", fix
         if self.groups.output is not None and model.tied_embeddings:
             problem = "the output embedding is the input embedding"
             yield "optim.groups.output model.tied_embeddings", problem, "Set optim.groups.embedding instead"

@@ -31,8 +31,8 @@ class EvalConfig:
     )
     tokens: Union[int, None] = key(
         None,
-        "Targets of the fixed validation set, at least (fewer where the data has fewer, which the log says); replaces "
-        "rows.",
+        "Targets of the fixed validation set, at least (fewer where the data has fewer, which the log says); of masked "
+        "rows about as many; replaces rows.",
         minimum=1,
         maximum=10_000_000_000,
     )

@@ -208,6 +208,8 @@ def check_checkpoint(
         if key not in allowed:
             says = f"config.yaml says {key}={show(new)}, checkpoint {name} was trained with {show(old)}"
             found.append(Finding("config.yaml", says, step, key, new, old))
+    if config.eval.budget is not None and step == config.train.steps:  # its record is of more rows
+        validation_losses = {}
     for records, field, file, value in (
         (run.train, "loss", MANIFEST, read_json(path / MANIFEST).get("loss")),
         (run.train, "tokens", STATE, progress["tokens"]),

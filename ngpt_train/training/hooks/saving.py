@@ -37,8 +37,8 @@ class SaveCheckpoints(Hook):
     """Saves beside training, or while it waits (checkpoint.async). After a failure the run goes on and tries again
     soon; the third in a row is an alarm. The last step of a start must be saved, or the start fails.
 
-    Nothing is saved while steps are skipped, because the weights may be the reason. Only the planned end is saved after
-    one skipped step: the same command could not get beyond it.
+    Nothing is saved while steps are skipped, because the weights may be the reason. Only the end of a start is saved
+    after one skipped step: a planned end could not be got beyond by the same command, another would lose steps.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class SaveCheckpoints(Hook):
         run.saving |= due(run.step, self._every) or (self._again is not None and run.step >= self._again)
 
     def save(self, run: TrainingRun) -> None:
-        if run.skipped and run.step < run.last:
+        if run.skipped > (1 if run.ends else 0):  # one skipped step leaves weights and moments as they were
             skipped = f"the gradients of the last {run.skipped} steps were not finite"
             run.warn(f"no checkpoint at step {run.step}: {skipped}.")
             return
