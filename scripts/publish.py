@@ -20,8 +20,10 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from ngpt_train.core.recorded import read_end
 from ngpt_train.study.compare.output.charts import PICTURES
 from ngpt_train.study.compare.output.document import document
+from ngpt_train.study.points import DIVERGED, ENDED
 
 PUBLISHED = Path(__file__).parents[1] / "docs" / "studies"
 RECORDS = ("config.yaml", "exit.json", "metrics.jsonl", "run.json")  # of a run; then its last losses by row
@@ -63,7 +65,8 @@ def pack(study: Path, out: Path) -> None:
 def records(study: Path) -> Iterator[Path]:
     yield from (path for name in ("study.yaml", "descent.json") if (path := study / name).exists())
     for run in (study / "runs").iterdir():
-        if (run / "exit.json").exists():
+        end = read_end(run)
+        if end is not None and (end["reason"] == ENDED or end["code"] == DIVERGED):
             yield from (run / name for name in RECORDS)
             yield max((run / "evals").glob("*.npz"))
 
