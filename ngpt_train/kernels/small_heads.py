@@ -1,6 +1,6 @@
 """Attention of small heads in bf16 on a CPU: torch's kernels, the backward one in fp32.
 
-With heads of fewer than 64 numbers torch's backward kernel for CPUs takes up to 2.7 times as long in bf16 as in fp32,
+With heads of fewer than 64 numbers torch's backward kernel for CPUs takes up to 3.5 times as long in bf16 as in fp32,
 and rounds more (docs/benchmarks/step.md). The forward kernel in bf16 is the faster one.
 """
 

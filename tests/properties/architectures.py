@@ -266,7 +266,7 @@ VARIANTS = {
     "gpt plain gelu": gpt_with(mlp="plain", activation="gelu", qk_norm=True),
     "gpt plain relu2": gpt_with(mlp="plain", activation="relu2", tied_embeddings=True),
     "gpt interleaved": gpt_with(rope_layout="interleaved", qk_norm=True),
-    "gpt soft cap": gpt_with(logit_soft_cap=0.7),
+    "gpt soft cap": gpt_with(logit_soft_cap=3.0),
     "ngpt slerp": ngpt_with(update="slerp"),
     "ngpt riemannian": ngpt_with(update="riemannian"),
     "ngpt blocks": ngpt_with(update="slerp", update_attn="riemannian", update_mlp="lerp"),
