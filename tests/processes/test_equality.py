@@ -62,7 +62,10 @@ RECIPES |= {f"{name} with dropout": RECIPES[name] for name in ("gpt", "ntransfor
 RECIPES["gpt with normuon"] = RECIPES["gpt"]
 RECIPES["gpt with labels"] = dataclasses.replace(RECIPES["gpt"], steps=12)
 RECIPES["ngpt with masks"] = dataclasses.replace(RECIPES["ngpt"], steps=12)
-RECIPES["composed_encoder_decoder with pairs"] = dataclasses.replace(RECIPES["composed_encoder_decoder"], steps=7)
+# A higher rate doubles a rounding from step to step.
+RECIPES["composed_encoder_decoder with pairs"] = dataclasses.replace(
+    RECIPES["composed_encoder_decoder"], steps=12, lr=2.5e-3
+)
 RECIPES["gpt with muonh"] = dataclasses.replace(RECIPES["gpt"], weight_decay=0.0)
 RECIPES["ngpt with muon"] = RECIPES["ngpt"]
 RECIPES["ngpt with adamh"] = RECIPES["ngpt"]
