@@ -348,15 +348,15 @@ def chosen_rows(rows: Rows, config: Config) -> NDArray[np.int64]:
     eval.rows draws rows one by one. eval.tokens draws blocks of BLOCK_TOKENS of running text, but rows that are
     documents one by one.
     """
-    total = len(rows)
-    if config.eval.tokens is None:
+    total, wanted = len(rows), tokens_for_targets(config)
+    if wanted is None:
         return permuted(np.arange(min(config.eval.rows or total, total)), total, VALIDATION_SEED)
     block = max(1, BLOCK_TOKENS // config.model.context) if isinstance(rows, NextToken) else 1
     n_blocks = -(-total // block)
     firsts = permuted(np.arange(n_blocks), n_blocks, VALIDATION_SEED) * block
     order = (firsts[:, None] + np.arange(block)).ravel()
     order = order[order < total]  # the last block of the text may be shorter
-    return order[: _enough(rows, order, tokens_for_targets(config) or 0)]
+    return order[: _enough(rows, order, wanted)]
 
 
 def tokens_for_targets(config: Config) -> int | None:

@@ -208,7 +208,7 @@ def check_checkpoint(
         if key not in allowed:
             says = f"config.yaml says {key}={show(new)}, checkpoint {name} was trained with {show(old)}"
             found.append(Finding("config.yaml", says, step, key, new, old))
-    if config.eval.budget is not None and step == config.train.steps:  # its record is of more rows
+    if config.eval.budget is not None:  # the last record is of more rows than the loss that is compared
         validation_losses = {}
     for records, field, file, value in (
         (run.train, "loss", MANIFEST, read_json(path / MANIFEST).get("loss")),
