@@ -6,17 +6,16 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ngpt_train.config.keys import AUTO
@@ -27,8 +26,11 @@ from ngpt_train.distributed.compilation import begin_graph_step_at_forward, chec
 from ngpt_train.distributed.recomputation import checkpoint_blocks
 from ngpt_train.kernels import attention, dispatch
 from ngpt_train.models import build_model
+from ngpt_train.models.rank_rows import is_sharded, replicas
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
     from ngpt_train.config.schema import Config
     from ngpt_train.config.sections.training import ParallelConfig
     from ngpt_train.distributed.world import World
@@ -188,6 +190,8 @@ def shard(model: Decoder, world: World, n_shards: int, keep_whole: bool = False)
     `average_vectors_` averages their gradients. The embeddings are gathered in fp32 and cast at use, as on a single
     device, so that the gradients of a repeated token are summed in fp32.
     """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     # FSDP2 warns of blocks that return a view, as nGPT's do. Its hooks would miss changes in place, but there are none.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     replicated = n_shards < world.size
@@ -202,6 +206,12 @@ def shard(model: Decoder, world: World, n_shards: int, keep_whole: bool = False)
         fully_shard(block, mesh=mesh, mp_policy=blocks, ignored_params=whole, reshard_after_forward=not keep_whole)
     root = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     fully_shard(model, mesh=mesh, mp_policy=root, ignored_params=whole)
+
+
+def is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
+    """Whether `shard` has made it FSDP2's. Before the first `shard` its class, with DTensor, is not imported."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def replicate(model: Decoder, world: World, tokens: Tensor) -> nn.Module:
@@ -232,19 +242,6 @@ def replicate(model: Decoder, world: World, tokens: Tensor) -> nn.Module:
 def mesh_of_replicas(forward: nn.Module, world: World) -> DeviceMesh | None:
     """The ranks that all have the whole model, under DDP; else None."""
     return init_device_mesh(world.device.type, (world.size,)) if isinstance(forward, DistributedDataParallel) else None
-
-
-def replicas(tensor: Tensor) -> int:
-    """The number of ranks with the same rows of a sharded tensor; 1 for a tensor that is not sharded."""
-    if not isinstance(tensor, DTensor):
-        return 1
-    mesh = tensor.device_mesh
-    return mesh.size() // mesh.size(mesh.ndim - 1)
-
-
-def shard_number(tensor: Tensor) -> int:
-    """The number of this rank's shard, from 0; 0 for a tensor that is not sharded."""
-    return tensor.device_mesh.get_local_rank(tensor.device_mesh.ndim - 1) if isinstance(tensor, DTensor) else 0
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -297,7 +294,7 @@ def accumulating(forward: nn.Module, config: ParallelConfig, last: bool) -> Abst
     """
     if isinstance(forward, DistributedDataParallel) and not last:
         return forward.no_sync()
-    if isinstance(forward, FSDPModule):
+    if is_fsdp(forward):
         forward.set_requires_gradient_sync(last or config.scatter == "micro_batch")
         forward.set_requires_all_reduce(last)
         forward.set_reshard_after_backward(last or config.gather != "step")
@@ -306,7 +303,8 @@ def accumulating(forward: nn.Module, config: ParallelConfig, last: bool) -> Abst
 
 def average_vectors_(model: nn.Module, world: World) -> None:
     """Under FSDP2, averages the gradients of the vectors, which are not sharded, over ranks in one collective."""
-    if world.size == 1 or not isinstance(model, FSDPModule):
+    sharded = is_fsdp(model)
+    if not sharded or world.size == 1:
         return
     gradients = [parameter.grad for parameter in vectors(model) if parameter.grad is not None]
     flat = world.sum_(torch.cat(gradients)) / world.size
@@ -322,12 +320,12 @@ def gradient_norm(parameters: Iterable[nn.Parameter], world: World) -> Tensor:
     whole: list[Tensor] = []
     n_replicas = 1
     for parameter in parameters:
-        match parameter.grad:
-            case DTensor() as gradient:
-                sharded.append(gradient.to_local())
-                n_replicas = replicas(gradient)
-            case Tensor() as gradient:
-                whole.append(gradient)
+        gradient = parameter.grad
+        if is_sharded(gradient):
+            sharded.append(gradient.to_local())
+            n_replicas = replicas(gradient)
+        elif gradient is not None:
+            whole.append(gradient)
     total = _sum_of_squares(sharded, world.device)
     if sharded:
         total = world.sum_(total) / n_replicas

@@ -23,6 +23,7 @@ the tokens in chunks. For each chunk it computes the logits and losses, writes d
 the chunk's part of dW'. The next chunk's logits use the same memory. The backward pass only multiplies by dL/dloss.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -134,9 +135,7 @@ def token_losses(
     Arguments and dtype as of `linear_cross_entropy`. Its cross_entropy is the sum.
     """
     on_triton = runs_on_triton("linear_cross_entropy", h)
-    losses, *_ = linear_cross_entropy_forward(
-        h, matrix, targets, scale, 0.0, False, False, False, 0.0, on_triton, soft_cap
-    )
+    losses, *_ = forward_of(h)(h, matrix, targets, scale, 0.0, False, False, False, 0.0, on_triton, soft_cap)
     return losses.view(targets.shape)
 
 
@@ -157,7 +156,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         # grad_enabled is an argument because autograd is always off in here, and needs_input_grad ignores it.
         need_h, need_matrix, _, need_scale, *_ = (grad_enabled and needed for needed in ctx.needs_input_grad)
-        losses, z_term, dh, dmatrix, dscale, smoothing = linear_cross_entropy_forward(
+        losses, z_term, dh, dmatrix, dscale, smoothing = forward_of(h)(
             h, matrix, targets, scale, z_loss, need_h, need_matrix, need_scale, label_smoothing, on_triton, soft_cap,
             gradient_scale,
         )  # fmt: skip
@@ -191,8 +190,7 @@ def times(gradient: Tensor, dloss: Tensor) -> Tensor:
     return (gradient.to(dloss.dtype) * dloss).to(gradient.dtype)
 
 
-@torch.library.custom_op("ngpt_train::linear_cross_entropy_forward", mutates_args=())
-def linear_cross_entropy_forward(
+def losses_and_gradients(
     h: Tensor,
     matrix: Tensor,
     targets: Tensor,
@@ -265,6 +263,20 @@ def linear_cross_entropy_forward(
         h.new_empty(0) if dscale is None else dscale,
         smoothing.sum() if label_smoothing else smoothing,
     )
+
+
+linear_cross_entropy_forward = torch.library.custom_op(
+    "ngpt_train::linear_cross_entropy_forward", losses_and_gradients, mutates_args=()
+)
+
+
+def forward_of(h: Tensor) -> Callable[..., tuple[Tensor, ...]]:
+    """`losses_and_gradients`, as one operation for torch.compile and for fake tensors.
+
+    The first call of an operation imports the compiler, which takes as long as importing torch.
+    """
+    traced = torch.compiler.is_compiling() or type(h) is not Tensor
+    return linear_cross_entropy_forward if traced else losses_and_gradients
 
 
 @linear_cross_entropy_forward.register_fake

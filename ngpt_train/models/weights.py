@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.models.layers.linear import FusedLinear
 from ngpt_train.models.layers.norms import project_rows_
+from ngpt_train.models.rank_rows import is_sharded
 
 if TYPE_CHECKING:
     from ngpt_train.models.decoder import Decoder
@@ -28,7 +28,9 @@ _NOT_IN_NAME = frozenset({"attention", "mlp", "module", "_orig_mod", "gain", "st
 @torch.no_grad()
 def write_full(parameter: Tensor, values: Tensor) -> None:
     """Copies `values`, the whole tensor, into a parameter that may be sharded over ranks (no communication)."""
-    if isinstance(parameter, DTensor):
+    if is_sharded(parameter):
+        from torch.distributed.tensor import distribute_tensor
+
         values = values.to(parameter.device)
         values = distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.copy_(values)
@@ -106,7 +108,7 @@ def canonical(path: str) -> str:
 
 def _cut(tensor: Tensor, parts: Mapping[str, int]) -> tuple[Tensor, ...]:
     """The whole tensor, cut into the rows of its parts."""
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    full = tensor.full_tensor() if is_sharded(tensor) else tensor
     return full.detach().split(list(parts.values()))
 
 

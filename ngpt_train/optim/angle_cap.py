@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ngpt_train.kernels.norm import SHORTEST, normalize
 from ngpt_train.models.decoder import Decoder
+from ngpt_train.models.rank_rows import local_rows
 from ngpt_train.models.weights import OUTSIDE_OF_BLOCKS
-from ngpt_train.optim.row_adam import local_rows
 
 
 def hidden_matrices(model: Decoder) -> list[Tensor]:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngpt_train.optim.row_adam import local_rows
+from ngpt_train.models.rank_rows import local_rows
+from ngpt_train.optim.fused_adam import FusedAdam
 
 
 def gate(d: Tensor, power: float, gate_eps: float) -> Tensor:
@@ -27,7 +28,7 @@ def gate(d: Tensor, power: float, gate_eps: float) -> Tensor:
     return torch.sigmoid(power * torch.log(d / gate_eps))
 
 
-class GatedAdam(torch.optim.Adam):
+class GatedAdam(FusedAdam):
     """Adam or AdamW with a gate, elementwise on parameters of any shape.
 
     groups: torch's parameter groups. power, gate_eps: a and eps_gate, both above 0. options: for torch.optim.Adam.
@@ -37,7 +38,7 @@ class GatedAdam(torch.optim.Adam):
     """
 
     def __init__(self, groups: list[dict[str, Any]], power: float, gate_eps: float, **options: Any) -> None:
-        super().__init__(groups, fused=True, **options)
+        super().__init__(groups, **options)
         self.power, self.gate_eps = power, gate_eps
 
     @torch.no_grad()

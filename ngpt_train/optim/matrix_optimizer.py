@@ -17,7 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ngpt_train.models.layers.linear import OutputLinear
+from ngpt_train.models.rank_rows import first_row, local_rows
 from ngpt_train.models.weights import named_weights
+from ngpt_train.optim.fused_adam import FusedAdam
 from ngpt_train.optim.matrix_steps import (
     adam_direction,
     adjustment,
@@ -25,7 +27,6 @@ from ngpt_train.optim.matrix_steps import (
     one_length_per_neuron,
     orthogonalised,
 )
-from ngpt_train.optim.row_adam import first_row, local_rows
 
 if TYPE_CHECKING:
     from ngpt_train.config.sections.optim import OptimConfig
@@ -62,7 +63,7 @@ def block_matrices(model: Decoder) -> dict[Tensor, Stored]:
     }
 
 
-class MatrixOptimizer(torch.optim.Adam):
+class MatrixOptimizer(FusedAdam):
     """The steps of matrix_steps.py for `matrices`, AdamW's for all other parameters of the groups.
 
     A stored matrix is taken apart: W_q, W_k and W_v have a step each. dtype: of Newton-Schulz, which is of the stored
@@ -84,7 +85,7 @@ class MatrixOptimizer(torch.optim.Adam):
         mesh: DeviceMesh | None = None,
     ) -> None:
         beta1, beta2 = config.betas
-        super().__init__(groups, lr=0.0, betas=(beta1, beta2), eps=config.eps, fused=True, decoupled_weight_decay=True)
+        super().__init__(groups, lr=0.0, betas=(beta1, beta2), eps=config.eps, decoupled_weight_decay=True)
         assert config.matrix_step is not None
         self.direction, self.keeps_norm = config.matrix_step
         # Null where they have no part in the step.

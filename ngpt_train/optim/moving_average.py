@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ngpt_train.optim.row_adam import local_rows
+from ngpt_train.models.rank_rows import local_rows
 
 
 class MovingAverage:

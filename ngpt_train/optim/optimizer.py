@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.optim import OptimConfig
@@ -13,9 +12,10 @@ from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.adam import unsupported
 from ngpt_train.models.decoder import Decoder, ParameterGroup
 from ngpt_train.models.layers.linear import cast_linears
+from ngpt_train.models.rank_rows import is_sharded, local_rows
+from ngpt_train.optim.fused_adam import FusedAdam
 from ngpt_train.optim.gated_adam import GatedAdam
-from ngpt_train.optim.matrix_optimizer import MatrixOptimizer, block_matrices
-from ngpt_train.optim.row_adam import RowAdam, local_rows
+from ngpt_train.optim.row_adam import RowAdam
 
 # Of optim.storage=bf16: the matrices that stay fp32, and the moments that do not.
 TABLES = ("embedding", "source_embedding", "output", "positions")
@@ -32,8 +32,7 @@ def build_optimizer(
 
     Where the Triton kernel of Adam runs (`kernels.dispatch`) the optimizer is RowAdam. It also projects the rows and,
     where matrix products are in bf16, writes the matrices' bf16 copies, except under FSDP2, which casts its shards
-    itself. Elsewhere it is torch's optimizer in its fused form, one pass over memory, on CPUs too. With
-    `optim.gate_power` it is GatedAdam, on any device.
+    itself. Elsewhere it is FusedAdam. With `optim.gate_power` it is GatedAdam, on any device.
 
     For muon, normuon, adamh and muonh it is MatrixOptimizer, which neither projects nor writes copies. Newton-Schulz is
     in the dtype of matrix products, bf16 for fp16. mesh: ranks that have all weights whole and share out that work.
@@ -48,6 +47,8 @@ def build_optimizer(
         for group in groups
     ]
     if config.matrix_step is not None:
+        from ngpt_train.optim.matrix_optimizer import MatrixOptimizer, block_matrices  # which imports DTensor
+
         dtype = model.embedding.dtype if model.compute_dtype is None else torch.bfloat16
         return MatrixOptimizer(arguments, block_matrices(model), config, dtype, mesh)
     beta1, beta2 = config.betas
@@ -60,12 +61,11 @@ def build_optimizer(
         reason = f"optim.gate_power={config.gate_power}"
     if dispatch.runs_on_triton("adam", *matrices, unsupported=reason):
         casts = model.compute_dtype == torch.bfloat16
-        copied = [x for x in cast_linears(model) if casts and not isinstance(x.matrix, DTensor)]
+        copied = [x for x in cast_linears(model) if casts and not is_sharded(x.matrix)]
         return RowAdam(arguments, [group.constraint for group in groups], copied, **options, **decoupled)
     if config.gate_power is not None:
         return GatedAdam(arguments, config.gate_power, config.gate_eps, **options, **decoupled)
-    optimizer = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
-    return optimizer(arguments, fused=True, **options)
+    return FusedAdam(arguments, **options, **decoupled)
 
 
 def lr_factors(groups: Sequence[ParameterGroup], config: Config) -> list[float]:

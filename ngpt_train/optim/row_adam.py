@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ngpt_train.core.constants import Constraint
 from ngpt_train.kernels.adam import adam_rows_
 from ngpt_train.models.layers.linear import FusedLinear
+from ngpt_train.models.rank_rows import local_rows
+from ngpt_train.optim.fused_adam import FusedAdam
 
 
-class RowAdam(torch.optim.Adam):
+class RowAdam(FusedAdam):
     """torch's fused Adam or AdamW, but for a matrix, `(rows, d)`: its step is `kernels.adam.adam_rows_`.
 
     groups: torch's parameter groups; each has matrices alone or vectors alone. constraints: for each group, where the
@@ -36,7 +37,7 @@ class RowAdam(torch.optim.Adam):
         with_bf16_copy: Sequence[FusedLinear] = (),
         **options: Any,
     ) -> None:
-        super().__init__(groups, fused=True, **options)
+        super().__init__(groups, **options)
         self.copies = WorkingCopies(with_bf16_copy)
         self.constraints = list(constraints)
         for group, constraint in zip(self.param_groups, self.constraints, strict=True):
@@ -75,20 +76,6 @@ class RowAdam(torch.optim.Adam):
                 adam_rows_(w, g, m, v, step, lr, beta1, beta2, eps, decay, constraint, grad_scale, found_inf, copy=copy)
                 if copy is not None:
                     self.copies.declare_valid(weight, copy)
-
-
-def local_rows(matrix: Tensor) -> Tensor:
-    """This rank's rows of `matrix` `(rows, d)`; there may be none."""
-    return matrix.to_local() if isinstance(matrix, DTensor) else matrix
-
-
-def first_row(tensor: Tensor) -> int:
-    """The number of this rank's first row in the whole tensor. Only FSDP2's last shards have fewer rows."""
-    if not isinstance(tensor, DTensor):
-        return 0
-    mesh = tensor.device_mesh
-    shard = mesh.ndim - 1
-    return min(mesh.get_local_rank(shard) * -(-len(tensor) // mesh.size(shard)), len(tensor))
 
 
 @dataclass

@@ -19,7 +19,7 @@ from ngpt_train.distributed.recomputation import ATTENTION, PRODUCTS, checkpoint
 from ngpt_train.kernels import dispatch
 from ngpt_train.models import build_model
 from ngpt_train.models.decoder import Decoder
-from ngpt_train.optim.row_adam import local_rows
+from ngpt_train.models.rank_rows import local_rows
 
 
 class MemoryCounter(TorchDispatchMode):

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from benchmarks.communication import Collectives
 from ngpt_train.models.layers.linear import FusedLinear
-from ngpt_train.optim.row_adam import RowAdam, local_rows
+from ngpt_train.models.rank_rows import local_rows
+from ngpt_train.optim.row_adam import RowAdam
 from ngpt_train.training import TrainState, build_state, train_step
 from ngpt_train.training.step import update_weights_
 from tests.processes.launch import on_ranks

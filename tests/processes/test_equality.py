@@ -22,8 +22,8 @@ from ngpt_train.core.constants import IGNORED
 from ngpt_train.data.dataset import Pairs
 from ngpt_train.data.masks import Masks
 from ngpt_train.data.pair_rows import PairRows
-from ngpt_train.distributed.layouts import replicas
 from ngpt_train.models import export_weights
+from ngpt_train.models.rank_rows import replicas
 from ngpt_train.training import build_state, train_step
 from tests.processes.launch import on_ranks
 from tests.properties.architectures import ARCHITECTURES, SMALL

@@ -9,10 +9,10 @@ from typing import TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ngpt_train.core.constants import Constraint
 from ngpt_train.kernels.norm import FLOORS, at_least_fp32
+from ngpt_train.models.rank_rows import local_rows
 
 Map = Callable[[Tensor], Tensor]
 T = TypeVar("T")
@@ -152,7 +152,7 @@ def project_rows_(matrix: Tensor, constraint: Constraint, skipped: Tensor | None
     constraint: "sphere" or "ball". skipped: 0-dim bool; if it is true, no bit of the matrix changes. FSDP2 shards by
     whole rows, so each rank projects the rows of its own shard, without communication.
     """
-    rows = matrix.to_local() if isinstance(matrix, DTensor) else matrix
+    rows = local_rows(matrix)
     length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp_min_(FLOORS[constraint])
     # A skipped step divides by 1: dividing a row of length 1 by its computed length could change it by a rounding.
     rows.div_(length if skipped is None else length.masked_fill_(skipped, 1.0))

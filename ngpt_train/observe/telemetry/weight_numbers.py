@@ -8,13 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from ngpt_train.distributed.layouts import replicas
 from ngpt_train.models.decoder import Decoder
+from ngpt_train.models.rank_rows import first_row, is_sharded, local_rows, replicas
 from ngpt_train.models.weights import canonical, named_weights
 from ngpt_train.observe.telemetry import Numbers, Record, norms, ratio
-from ngpt_train.optim.row_adam import first_row, local_rows
 
 SHORTEST = 1e-30  # no divisor is smaller: a row of zeros has no direction
 
@@ -50,7 +48,7 @@ class WeightChanges:
             for path, n_rows in rows_by_path.items():
                 low, high = (min(max(row - first, 0), n_held) for row in (start, start + n_rows))
                 self.weights.append(Weight(canonical(path), index, slice(low, high), n_rows, parameter.ndim == 2))
-                adds.append(1 / replicas(parameter) if isinstance(parameter, DTensor) else float(is_main))
+                adds.append(1 / replicas(parameter) if is_sharded(parameter) else float(is_main))
                 start += n_rows
         self.turning = [weight for weight in self.weights if weight.is_matrix and turns]
         self.adds = torch.tensor(adds, dtype=torch.float64, device=device)

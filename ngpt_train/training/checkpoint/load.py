@@ -1,11 +1,9 @@
 """From a checkpoint to a training state, on any number of ranks and with any layout."""
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from __future__ import annotations
 
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import check_kinds
@@ -13,14 +11,17 @@ from ngpt_train.distributed.world import World
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.training.checkpoint.catalogue import read_manifest, read_progress, verify
 from ngpt_train.training.checkpoint.state_tensors import (
-    OPTIONS,
+    Tensors,
+    begin_moments_,
     by_canonical_name,
     empty_statistics,
-    moving_average,
+    held_tensors,
     set_statistics,
 )
-from ngpt_train.training.checkpoint.tensor_files import StoredTensors
 from ngpt_train.training.state import TrainState
+
+if TYPE_CHECKING:
+    from ngpt_train.training.checkpoint.stored_tensors import StoredTensors
 
 
 def load_state(checkpoint: Path, state: TrainState, verified: bool = False) -> dict[str, Any]:
@@ -32,18 +33,10 @@ def load_state(checkpoint: Path, state: TrainState, verified: bool = False) -> d
     if not verified:
         verify(checkpoint, state.world)
     progress = read_progress(checkpoint)
-    model, optimizer = get_state_dict(state.model, state.optimizer, options=OPTIONS)
-    tensors: dict[str, Any] = {
-        "model": model,
-        # Tensors alone: DCP would unpickle the groups' numbers, such as learning rates, which the config has.
-        "optimizer": {name: value for name, value in optimizer.items() if isinstance(value, Tensor)},
-        "statistics": empty_statistics(state.model, progress["world_size"]),
-        **moving_average(state),
-    }
-    read_tensors(checkpoint, state.model, tensors)
-    set_statistics(state.model, tensors["statistics"], state.world)
-    optimizer |= tensors["optimizer"]
-    set_state_dict(state.model, state.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=OPTIONS)
+    begin_moments_(state.optimizer)
+    statistics = empty_statistics(state.model, progress["world_size"])
+    read_tensors(checkpoint, state.model, {**held_tensors(state), "statistics": statistics})
+    set_statistics(state.model, statistics, state.world)
     state.load_counters(progress)
     return progress["data"]
 
@@ -69,11 +62,14 @@ def load_model(checkpoint: Path, model: Decoder, world: World, part: str = "mode
 
 def open_tensors(checkpoint: Path) -> StoredTensors:
     """The tensors of a checkpoint. Executes nothing. Raises DataError."""
+    # DCP, which reads them, imports half as much as torch. A new run reads none.
+    from ngpt_train.training.checkpoint.stored_tensors import StoredTensors
+
     check_kinds((checkpoint / name for name in read_manifest(checkpoint)), directories=())
     return StoredTensors(checkpoint)
 
 
-def read_tensors(checkpoint: Path, model: Decoder, tensors: Mapping[str, Mapping[str, Any]]) -> None:
+def read_tensors(checkpoint: Path, model: Decoder, tensors: Tensors) -> None:
     """Reads the checkpoint into `tensors[part][name]`. Raises DataError if the checkpoint lacks one of them."""
     stored = open_tensors(checkpoint)
     if "ema" in tensors and not any(name.startswith("ema.") for name in stored.names):

@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.checkpoint.state_dict import get_state_dict
-
 from ngpt_train.core.errors import DataError, in_one_line
 from ngpt_train.core.files import remove, sync, write_json
 from ngpt_train.training.checkpoint.catalogue import (
@@ -40,10 +38,9 @@ from ngpt_train.training.checkpoint.catalogue import (
     step_of,
 )
 from ngpt_train.training.checkpoint.state_tensors import (
-    OPTIONS,
     by_canonical_name,
     first_not_finite,
-    moving_average,
+    held_tensors,
     statistics_of_all_ranks,
 )
 from ngpt_train.training.checkpoint.tensor_files import Piece, Place, pieces_of, write_tensors
@@ -163,10 +160,7 @@ class Checkpoints:
         held: dict[Place, Piece] = {}
         try:
             unsound = first_not_finite(state)
-            model, optimizer = get_state_dict(state.model, state.optimizer, options=OPTIONS)
-            # Without the optimizer's numbers, such as the groups' learning rates, which the config has.
-            tensors: dict[str, Mapping[str, Any]] = {"model": model, "optimizer": optimizer, **moving_average(state)}
-            named = by_canonical_name(state.model, tensors)
+            named = by_canonical_name(state.model, held_tensors(state))
             held = {piece.place: piece for name, tensor in named.items() for piece in pieces_of(name, tensor)}
         except Exception as error:
             problem = in_one_line(error)

@@ -17,19 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.distributed.tensor import DTensor
 
+from ngpt_train.models.rank_rows import is_sharded, local_rows
 from ngpt_train.models.weights import canonical, named_weights
-from ngpt_train.optim.row_adam import local_rows
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
     from ngpt_train.distributed.world import World
     from ngpt_train.models.decoder import Decoder
     from ngpt_train.training.state import TrainState
 
-OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+Tensors = Mapping[str, Mapping[str, Tensor]]  # tensors[kind][name]; kind: "model", a moment, "ema" or "statistics"
 
 
 class RankRows(Tensor):
@@ -54,6 +53,8 @@ class RankRows(Tensor):
         raise NotImplementedError(f"{function}: of a RankRows this rank has `rows` alone")
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         offsets = torch.Size((self.first, *(0 for _ in self.rows.shape[1:])))
         return [ChunkStorageMetadata(offsets, self.rows.shape)] if len(self.rows) else []
 
@@ -71,25 +72,41 @@ def parts_of(model: nn.Module) -> dict[str, dict[str, int]]:
     }
 
 
-def by_canonical_name(model: nn.Module, tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
-    """The tensors of `tensors` under canonical names; other values are left out.
+def held_tensors(state: TrainState) -> Tensors:
+    """Weights, moments and moving averages: the memory of `state` itself, this rank's shards under FSDP2.
 
-    tensors: by part of the state, as `save.py` and `load.py` collect them: `model` and `ema` by the name of the
-    parameter, `optimizer` by `state.PARAMETER.MOMENT`, `statistics` by name.
+    A moment has the optimizer's name for it, such as `exp_avg`. There are none before the first step.
     """
+    # Between a validation and the next step FSDP2 lends the model whole matrices. state_dict takes them back.
+    weights: dict[str, Tensor] = state.model.state_dict(keep_vars=True)
+    names = {parameter: name for name, parameter in weights.items()}
+    found = {"model": {name: parameter.detach() for name, parameter in weights.items()}}
+    for parameter, moments in state.optimizer.state.items():
+        for moment, value in moments.items():
+            found.setdefault(moment, {})[names[parameter]] = value
+    return found if state.ema is None else found | {"ema": state.ema.weights}
+
+
+def begin_moments_(optimizer: torch.optim.Optimizer) -> None:
+    """Makes the moments, unless a step has made them: by a step with gradients of 0, at the rate before the first step,
+    0. It may round the weights, so read them afterwards."""
+    if not optimizer.state:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_canonical_name(model: nn.Module, tensors: Tensors) -> dict[str, Tensor]:
+    """The tensors under canonical names, cut into views where a parameter stacks several matrices."""
     parts = parts_of(model)
     found: dict[str, Tensor] = {}
-    for section, named in tensors.items():
+    for kind, named in tensors.items():
         for name, value in named.items():
-            if not isinstance(value, Tensor):
-                continue
-            if section == "optimizer":
-                parameter, _, kind = name.removeprefix("state.").rpartition(".")
-            else:
-                parameter, kind = name, "" if section == "model" else section
-            stacked = {name: 1} if section == "statistics" else parts.get(parameter, {canonical(parameter): 1})
+            stacked = {name: 1} if kind == "statistics" else parts[name]
             for part, rows in cut(value, stacked).items():
-                found[f"{kind}.{part}" if kind else part] = rows
+                found[part if kind == "model" else f"{kind}.{part}"] = rows
     return found
 
 
@@ -102,7 +119,7 @@ def cut(tensor: Tensor, parts: Mapping[str, int]) -> dict[str, Tensor]:
         return dict.fromkeys(parts, tensor)
     if tensor.ndim == 0:
         return {name: tensor if index == 0 else tensor.clone() for index, name in enumerate(parts)}
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return dict(zip(parts, tensor.split(list(parts.values())), strict=True))
     (chunk,) = tensor.__create_chunk_list__()
     local = tensor.to_local()
@@ -116,11 +133,6 @@ def cut(tensor: Tensor, parts: Mapping[str, int]) -> dict[str, Tensor]:
         )
         begin += rows
     return found
-
-
-def moving_average(state: TrainState) -> dict[str, dict[str, Tensor]]:
-    """The state's moving average under its name in a checkpoint, if there is one."""
-    return {} if state.ema is None else {"ema": state.ema.weights}
 
 
 def statistics_of_all_ranks(model: Decoder, world: World) -> dict[str, Tensor]:
@@ -143,34 +155,21 @@ def set_statistics(model: Decoder, ranks: dict[str, Tensor], world: World) -> No
         value.copy_(ranks[name][world.rank] if same else ranks[name].mean(0))
 
 
+def with_names(state: TrainState) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of `held_tensors`, with names for people."""
+    for kind, named in held_tensors(state).items():
+        of = {"model": "", "ema": "the moving average of "}.get(kind, f"{kind} of ")
+        yield from ((f"{of}{name}", tensor) for name, tensor in named.items())
+
+
 def first_not_finite(state: TrainState) -> str | None:
     """The first weight, moment, average or running statistic of this rank with a NaN or an infinity; None if there is
     none. Waits for the device once."""
     with torch.no_grad():
-        found = [(name, tensor) for name, tensor in _tensors(state) if tensor.is_floating_point()]
+        tensors = [(name, local_rows(tensor)) for name, tensor in with_names(state)]
+        tensors += state.model.statistics().items()
+        found = [(name, tensor) for name, tensor in tensors if tensor.is_floating_point()]
         # A sum passes once over memory, and is finite only if all its terms are. Finite terms may overflow, too.
         sums = torch.stack([tensor.sum().float().to(state.world.device) for _, tensor in found]).tolist()
         suspects = [x for x, total in zip(found, sums, strict=True) if not math.isfinite(total)]
         return next((name for name, tensor in suspects if not torch.isfinite(tensor).all()), None)
-
-
-def weights_and_moments(state: TrainState) -> Iterator[tuple[str, Tensor]]:
-    """Weights and moments as the model and the optimizer hold them, with names for people."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in state.model.named_parameters()}
-    for parameter, name in names.items():
-        yield name, parameter
-    for parameter, moments in state.optimizer.state.items():
-        for moment, value in moments.items():
-            if isinstance(value, Tensor):
-                # Between a validation and the next step FSDP2 puts whole matrices in place of the model's shards.
-                yield f"{moment} of {names.get(parameter, 'a matrix')}", value
-
-
-def _tensors(state: TrainState) -> Iterator[tuple[str, Tensor]]:
-    """This rank's tensors of a checkpoint, with names for people."""
-    for name, tensor in weights_and_moments(state):
-        yield name, local_rows(tensor)
-    yield from state.model.statistics().items()
-    if state.ema is not None:
-        for name, average in state.ema.weights.items():
-            yield f"the moving average of {name}", local_rows(average)

@@ -9,11 +9,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from ngpt_train.distributed.layouts import replicas, shard_number
-from ngpt_train.optim.row_adam import local_rows
-from ngpt_train.training.checkpoint.state_tensors import weights_and_moments
+from ngpt_train.models.rank_rows import is_sharded, local_rows, replicas, shard_number
+from ngpt_train.training.checkpoint.state_tensors import with_names
 from ngpt_train.training.loop import Hook, TrainingRun, due
 from ngpt_train.training.state import TrainState
 
@@ -62,8 +60,8 @@ def check_replicas(state: TrainState) -> None:
 
 def _shared(state: TrainState) -> Iterator[tuple[str, Tensor]]:
     """Tensors with replicas on other ranks."""
-    for name, tensor in weights_and_moments(state):
-        if not isinstance(tensor, DTensor) or replicas(tensor) > 1:
+    for name, tensor in with_names(state):
+        if not is_sharded(tensor) or replicas(tensor) > 1:
             yield name, tensor
 
 

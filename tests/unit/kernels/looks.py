@@ -1,25 +1,19 @@
 """Looks at an operation: its error, and the calls inside of it."""
 
 from torch import Tensor
-from torch.library import CustomOpDef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Seen(TorchDispatchMode):
     """Counts matrix products, and remembers the size of the largest tensor."""
 
-    def __init__(self, operation: CustomOpDef) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.operation = operation
         self.products, self.largest = 0, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if function is self.operation._opoverload:
-            with self:  # a mode sees the operation as one call: look inside
-                return self.operation._init_fn(*args, **kwargs)
         self.products += function._schema.name.removeprefix("aten::") in ("mm", "addmm", "addmm_", "bmm")
-        out = function(*args, **kwargs)
+        out = function(*args, **(kwargs or {}))
         if isinstance(out, Tensor):
             self.largest = max(self.largest, out.numel())
         return out

@@ -13,6 +13,7 @@ from ngpt_train.config.sections.optim import OptimConfig
 from ngpt_train.kernels import dispatch
 from ngpt_train.models import build_model, export_weights
 from ngpt_train.optim import row_adam
+from ngpt_train.optim.fused_adam import FusedAdam
 from ngpt_train.optim.gated_adam import GatedAdam
 from ngpt_train.optim.optimizer import build_optimizer
 from ngpt_train.optim.row_adam import RowAdam
@@ -85,7 +86,7 @@ def test_trains_as_torch(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Caught: rows divided where the architecture does not, or twice; vectors left out; no decay, or decay of all."""
     ours, torchs = built(run, "triton"), built(run, "torch")
     assert isinstance(ours.optimizer, RowAdam)
-    assert type(torchs.optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    assert type(torchs.optimizer) is FusedAdam
     start = export_weights(ours.model)
     monkeypatch.setattr(ours.model, "project_", lambda: pytest.fail("a second pass over the rows"))
     losses, expected = train(ours, 1), train(torchs, 1)
@@ -133,7 +134,7 @@ def test_weights_in_fp64_stay_with_torch() -> None:
     """Caught: a kernel of fp32 for them, found out in the first step."""
     model = build_model(config(ARCHITECTURES["ngpt"], SMALL)).double()
     with dispatch.chosen("triton"):
-        assert type(build_optimizer(model, model.parameter_groups(), OptimConfig())) is torch.optim.AdamW
+        assert type(build_optimizer(model, model.parameter_groups(), OptimConfig())) is FusedAdam
 
 
 def test_a_gate_has_no_kernel(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,10 +3,10 @@
 import math
 
 import pytest
-import torch
 
 from ngpt_train.config.sections.optim import OptimConfig, ScheduleConfig
 from ngpt_train.models import build_model
+from ngpt_train.optim.fused_adam import FusedAdam
 from ngpt_train.optim.optimizer import build_optimizer
 from ngpt_train.optim.schedule import lr_at
 from tests.properties.architectures import ARCHITECTURES, SMALL, config
@@ -62,7 +62,8 @@ def test_optimizer(name: str, optimizer_name: str) -> None:
     decay = 0.3 if optimizer_name == "adamw" else 0.0
     chosen = OptimConfig(name=optimizer_name, betas=[0.8, 0.9], eps=1e-6, weight_decay=decay)
     optimizer = build_optimizer(model, model.parameter_groups(), chosen)
-    assert type(optimizer) is {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[optimizer_name]
+    assert type(optimizer) is FusedAdam
+    assert optimizer.defaults["decoupled_weight_decay"] == (optimizer_name == "adamw")
     held = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(held), "a parameter is held twice"
     expected = {id(p): decay if name != "ngpt" and p.ndim == 2 else 0.0 for p in model.parameters()}

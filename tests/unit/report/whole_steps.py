@@ -15,7 +15,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.distributed import layouts
 from ngpt_train.distributed.world import World
 from ngpt_train.models import Decoder
-from ngpt_train.optim.row_adam import local_rows
+from ngpt_train.models.rank_rows import local_rows
 from ngpt_train.report.counting import MemoryCounter, counting
 from ngpt_train.training import build_state, train_step
 
