@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ngpt_train.training.checkpoint.stored_tensors import StoredTensors
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
@@ -18,6 +17,7 @@ from ngpt_train.training import TrainState, build_state, train_step
 from ngpt_train.training.checkpoint import Checkpoints, load_state
 from ngpt_train.training.checkpoint.catalogue import differences, size_and_checksum, verify
 from ngpt_train.training.checkpoint.save import share
+from ngpt_train.training.checkpoint.stored_tensors import StoredTensors
 from ngpt_train.training.checkpoint.tensor_files import Piece, write_tensors
 from ngpt_train.training.hooks import saving
 from ngpt_train.training.hooks.saving import Staging, resolve_asynchronous
