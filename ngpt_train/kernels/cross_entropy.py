@@ -271,11 +271,11 @@ linear_cross_entropy_forward = torch.library.custom_op(
 
 
 def forward_of(h: Tensor) -> Callable[..., tuple[Tensor, ...]]:
-    """`losses_and_gradients`, as one operation for torch.compile and for fake tensors.
+    """`losses_and_gradients`, as one operation for torch.compile and for tensors without memory.
 
     The first call of an operation imports the compiler, which takes as long as importing torch.
     """
-    traced = torch.compiler.is_compiling() or type(h) is not Tensor
+    traced = torch.compiler.is_compiling() or type(h) is not Tensor or h.is_meta
     return linear_cross_entropy_forward if traced else losses_and_gradients
 
 
