@@ -66,6 +66,19 @@ def test_models_do_not_import_the_compiler() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
+def test_a_run_of_one_process_does_not_import_the_compiler(tmp_path: Path, corpus: Path) -> None:
+    """DTensor takes half as long. Caught: an optimizer, a checkpoint or an operation that imports one of them."""
+    given = arguments(tmp_path, corpus, "model=ngpt", "train.steps=1", "train.batch_rows=2", "optim.ema_decay=0.9")
+    code = f"""
+import sys
+from ngpt_train.__main__ import main
+assert main(["train", *{given!r}]) == 0
+assert not {{"torch._dynamo", "torch.distributed.tensor"}} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_verbs_in_processes_of_their_own(tmp_path: Path, corpus: Path) -> None:
     """Other tests fork them from a process that has imported everything (`plan` is below).
