@@ -205,9 +205,6 @@ class OptimConfig:
             if model.init.residual == 0:
                 problem = "a matrix that starts at 0 would keep the length 0"
                 yield "model.init.residual optim.name", problem, "Set model.init.residual above 0, or optim.name=muon"
-        if self.gate_power is None and self.gate_eps != OptimConfig.gate_eps:
-            fix = "Set optim.gate_power=0.5, or leave optim.gate_eps out"
-            yield "optim.gate_eps optim.gate_power", "optim.gate_eps has no effect without a gate", fix
         if self.gate_power is not None and self.matrix_step is not None:
             fix = "Set optim.gate_power=null, or optim.name=adam or adamw"
             yield "optim.gate_power optim.name", "the gate is a part of Adam's step", fix
@@ -222,10 +219,11 @@ class OptimConfig:
         if self.lr_rule != "none" and not given:
             fix = "Set optim.reference.n_layers, .tokens or .batch_tokens, or optim.lr_rule=none"
             yield "optim.lr_rule", "no run is named from which the rule carries the rate", fix
-        for name in OF_MUON:
-            if name not in self._of_muon() and getattr(self, name) is not None:
+        for switch, name in self.without_effect():
+            if getattr(self, name) != getattr(OptimConfig, name):
                 key = f"optim.{name}"
-                yield f"{key} optim.name", f"{key} has no effect then", f"Leave it out, or set {key}=null"
+                on = "set optim.gate_power=0.5" if switch == "gate_power" else f"set {key}=null"
+                yield f"{key} optim.{switch}", f"{key} has no effect then", f"Leave it out, or {on}"
         for name in ("label_smoothing", "z_loss"):
             if model.n_classes == 1 and getattr(self, name):
                 fix = f"Set optim.{name}=0, or name the labels with data.labels"
@@ -233,6 +231,12 @@ class OptimConfig:
         if self.groups.output is not None and model.tied_embeddings:
             problem = "the output embedding is the input embedding"
             yield "optim.groups.output model.tied_embeddings", problem, "Set optim.groups.embedding instead"
+
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        """(key, key) of optim.*: the value of the first leaves the second without an effect."""
+        if self.gate_power is None:
+            yield "gate_power", "gate_eps"
+        yield from (("name", name) for name in OF_MUON if name not in self._of_muon())
 
     def _of_muon(self) -> tuple[str, ...]:
         """The keys of OF_MUON with an effect: Hyperball sees no factor."""

@@ -14,7 +14,7 @@ from ngpt_train.config.architectures import all_keys, architectures
 from ngpt_train.config.compose import load_config
 from ngpt_train.config.keys import AUTO, TABLES
 from ngpt_train.config.model_keys import KINDS, ModelConfig
-from ngpt_train.config.schema import schema_keys
+from ngpt_train.config.schema import build, schema_keys
 from ngpt_train.config.stored import to_dict
 from ngpt_train.config.validate import flatten
 from ngpt_train.core.errors import ConfigError
@@ -148,6 +148,18 @@ def value_of(config: Mapping[str, Any], key: str) -> Any:
     if key not in known:
         return NO_SUCH_KEY if key in all_keys() else UNKNOWN
     return UNKNOWN if known[key].default == AUTO else known[key].default
+
+
+def without_effect(config: Mapping[str, Any]) -> set[str]:
+    """The keys of model.* and optim.* that other keys of a config leave without an effect, as rows of length 1 leave
+    model.init.*; none if the architecture is not known."""
+    architecture = architectures().get(config.get("model.name", ModelConfig.name))
+    if architecture is None:
+        return set()
+    known = {key for key in schema_keys(architecture) if key.startswith(("model.", "optim."))}
+    built = build({key: value for key, value in config.items() if key in known}, architecture)
+    of_model = {f"model.{name}" for _, name in built.model.without_effect()}
+    return of_model | {f"optim.{name}" for _, name in built.optim.without_effect()}
 
 
 def brought(config: Mapping[str, Any], key: str) -> Any:

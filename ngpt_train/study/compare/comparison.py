@@ -15,7 +15,15 @@ from ngpt_train.core.files import read_json, write_atomically, write_json
 from ngpt_train.core.recorded import compared
 from ngpt_train.core.secrets import redacted
 from ngpt_train.study.compare.arms import Arms, choose_baseline, found_arms, named_arms
-from ngpt_train.study.compare.compared_keys import Absent, brought, compared_keys, is_of_training, same, value_of
+from ngpt_train.study.compare.compared_keys import (
+    Absent,
+    brought,
+    compared_keys,
+    is_of_training,
+    same,
+    value_of,
+    without_effect,
+)
 from ngpt_train.study.compare.given_runs import Gathered, check_comparable
 from ngpt_train.study.compare.interactions import interactions
 from ngpt_train.study.compare.referee import examine, looked_at
@@ -213,7 +221,7 @@ def _tuning_of_keys(arm: Arm, budget: int | None, overrides: Sequence[str]) -> d
     """Keys of optimizer, schedule, batch and initialisation at a budget, with their values.
 
     tuned: several values were tried, at this budget or, of a further key, at another one, which tuned_elsewhere says.
-    chosen: set by the arm's definition, or different from its recipe. not_tuned: all others that are on.
+    chosen: set by the arm's definition, or different from its recipe. not_tuned: all others with an effect.
     """
     found: dict[str, Any] = {"budget": budget, "tuned": {}, "tuned_elsewhere": {}, "chosen": {}, "not_tuned": {}}
     for key, tried in sorted(arm.tried.items(), key=lambda of: (of[0] != LR, of[0])):
@@ -227,7 +235,8 @@ def _tuning_of_keys(arm: Arm, budget: int | None, overrides: Sequence[str]) -> d
         return found
     config = next(iter(arm.at_best(budget).values())).run.config
     named = set(map(name_of, overrides))
-    for key in [key for key in compared_keys([config]) if is_of_training(key) and key not in found["tuned"]]:
+    passed_over = {*found["tuned"], *without_effect(config)}
+    for key in [key for key in compared_keys([config]) if is_of_training(key) and key not in passed_over]:
         value, usual = value_of(config, key), brought(config, key)
         by_hand = key in named or not (isinstance(usual, Absent) or same(value, usual))
         if by_hand or not (value is None or isinstance(value, Absent)):

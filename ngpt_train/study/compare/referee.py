@@ -32,6 +32,7 @@ from ngpt_train.study.compare.compared_keys import (
     ratio,
     same,
     value_of,
+    without_effect,
 )
 from ngpt_train.study.compare.phrases import BROUGHT
 from ngpt_train.study.compare.runs import Run, common_budgets
@@ -159,8 +160,13 @@ def _judge(
     says = f"{', '.join(lacking)} {'has' if len(lacking) == 1 else 'have'} {NO_SUCH_KEY.why}" if lacking else says
     runs = list(itertools.chain.from_iterable(arms.values()))
     untuned = [arm for arm in arms if key not in tuned.get(arm, ())]
-    if len(untuned) < len(arms) and set(untuned) <= set(lacking):
-        return FOLLOWS, f"tuned; {says}" if untuned else "tuned for each arm by itself"
+    if not untuned:
+        return FOLLOWS, "tuned for each arm by itself"
+    if len(untuned) < len(arms):
+        idle = [arm for arm in untuned if all(key in without_effect(run.config) for run in arms[arm])]
+        without = f"in {', '.join(idle)} it has no effect" if idle else ""
+        if set(untuned) <= {*lacking, *idle}:
+            return FOLLOWS, "; ".join(filter(None, ["tuned", says, without]))
     if covers(tested, key):
         return UNDER_TEST, says
     if key == "run.seed":

@@ -50,7 +50,7 @@ COMMAND_LINES: dict[str | tuple[str, ...], str] = {
     "schedule.warmup_tokens=375e6": "write 375000000",
     "schedule.rho=0.3": "schedule.kind=cosine | schedule.kind=log, or leave schedule.rho out",
     "model=gpt model.n_classes=1 optim.z_loss=1": "optim.z_loss=1.0 | squared error | Set optim.z_loss=0",
-    "optim.gate_eps=1e-6": "no effect without a gate | Set optim.gate_power=0.5",
+    "optim.gate_eps=1e-6": "optim.gate_eps has no effect | set optim.gate_power=0.5",
     "model=gpt optim.angle_cap=0.1": "optim.angle_cap=0.1, model.name=gpt | model.constraint=projection",
     "model.constraint=none optim.angle_cap=0.1": "length 1 | model.constraint=projection",
     "eval.contexts=[64,1.5]": "a list of integers >= 1",

@@ -205,6 +205,7 @@ def test_what_was_tuned_and_what_was_chosen(tmp_path: Path) -> None:
     assert ngpt["chosen"] == {"optim.clip_norm": 0.3}
     assert ngpt["not_tuned"].items() >= {"optim.weight_decay": 0.0, "model.s_z.init": "sqrt(d)"}.items()
     assert (gpt["not_tuned"] | gpt["chosen"])["model.init.embedding"] == 0.02
+    assert not ngpt["not_tuned"].keys() & {"model.init.embedding", "optim.gate_eps"}  # of no effect there
     assert report["looked_at"]["keys"] > 10
     assert "git_commit" in report["looked_at"]["facts"]
     assert "model.s_z.init" in report["looked_at"]["options"]

@@ -25,6 +25,7 @@ from ngpt_train.study.compare.runs import Run, read_run
 from tests.unit.study.planted import FACTS, config_of, plant
 
 GPT, NGPT = config_of("model=gpt"), config_of("model=ngpt")
+MUON = ("optim.name=muon", "optim.weight_decay=0")
 KEYS = [key for name, key in schema_keys(architectures()["ngpt"]).items() if name != "model.name"]
 IN_THE_RECORDS = ("train.steps", "train.batch_rows", "model.context")  # what `plant` writes depends on these
 # Reviewed: these are not looked at. Whoever adds a section to HARMLESS adds it here, and says why there.
@@ -254,6 +255,25 @@ def test_tuned_keys(tmp_path: Path) -> None:
     (entry,) = examine({"a": tuned, "b": other[:1]}, {"a": ["optim.lr"]}, ["model"])
     assert entry["kind"] == "confound"
     assert "not in b" in entry["note"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "other", "kind"),
+    [
+        ("model.init.hidden", 0.04, ["model=ngpt"], "follows"),
+        ("model.init.hidden", 0.04, ["model=ngpt", "model.constraint=none"], "confound"),
+        ("optim.momentum", 0.4, ["model=gpt"], "follows"),
+        ("optim.groups.embedding", 0.1, ["model=gpt"], "confound"),
+    ],
+)
+def test_a_tuned_key_without_an_effect_in_the_other_arm(
+    tmp_path: Path, key: str, value: float, other: list[str], kind: str
+) -> None:
+    """Caught: a confound of a key that the other arm cannot be tuned for; a key that is off there for no confound."""
+    tuned = [plant(tmp_path / str(k), config_of("model=gpt", f"{key}={k * value}", *MUON)) for k in (1, 2)]
+    arms = {"a": tuned, "b": [plant(tmp_path / "b", config_of(*other))]}
+    found = by_key(examine(arms, {"a": [key]}, ["model.name", "model.constraint", "optim.name"]))
+    assert found[key]["kind"] == kind
 
 
 def test_values_that_were_tried_and_not_taken(tmp_path: Path) -> None:
