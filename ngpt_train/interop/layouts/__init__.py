@@ -11,11 +11,8 @@ from ngpt_train.interop.layouts.ngpt import NGPTLayout
 from ngpt_train.interop.layouts.roberta import RobertaLayout
 
 # In the order of export.layout=auto: the last one can hold any model.
-_LAYOUTS: tuple[Layout, ...] = (
-    *(LlamaLayout(), Qwen3Layout(), NGPTLayout(), AnGPTLayout(), RobertaLayout(), MarianLayout()),
-    Layout(),
-)
-LAYOUTS = {layout.name: layout for layout in _LAYOUTS}
+_TYPES = (LlamaLayout, Qwen3Layout, NGPTLayout, AnGPTLayout, RobertaLayout, MarianLayout, Layout)
+LAYOUTS: dict[str, Layout] = {layout.name: layout() for layout in _TYPES}
 
 
 def chosen_layout(name: str, config: ModelConfig, dtype: str = "fp32") -> Layout:

@@ -54,10 +54,9 @@ ALSO = {"mistral": "llama"}  # model_type -> the layout with the same equations 
 class LlamaLayout(Layout):
     """GPT without QK-norm: LlamaForCausalLM."""
 
-    name = "llama"
+    name = "llama"  # also the model_type of config.json
     for_transformers = True
     files = ()
-    model_type = "llama"
     architecture = "LlamaForCausalLM"
     qk_norm = False
 
@@ -78,7 +77,7 @@ class LlamaLayout(Layout):
         assert isinstance(config, GPTConfig)
         return {
             "architectures": [self.architecture],
-            "model_type": self.model_type,
+            "model_type": self.name,
             "vocab_size": config.vocab_size,
             "hidden_size": config.d_model,
             "intermediate_size": config.d_mlp or 4 * config.d_model,
@@ -104,7 +103,7 @@ class LlamaLayout(Layout):
     def from_foreign(
         self, config_json: Mapping[str, Any], weights: Mapping[str, Tensor]
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        keys = model_keys(config_json, self.model_type, self.qk_norm)
+        keys = model_keys(config_json, self.name, self.qk_norm)
         config = GPTConfig(**keys)
         weights = {name: value for name, value in weights.items() if not name.endswith(INV_FREQ)}
         if config.tied_embeddings and OUTPUT in weights:
@@ -121,7 +120,6 @@ class Qwen3Layout(LlamaLayout):
     """GPT with QK-norm: Qwen3ForCausalLM, whose q and k pass an RMSNorm over the head before RoPE, too."""
 
     name = "qwen3"
-    model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
     qk_norm = True
 
