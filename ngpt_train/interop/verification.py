@@ -4,7 +4,7 @@ All arithmetic is in fp32 on the CPU. For an export in bf16 or fp16 the model's 
 difference is only the rounding of fp32.
 """
 
-import importlib.util
+import runpy
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -85,15 +85,10 @@ def check_bits(
 
 def check_reader(directory: Path, weights: Mapping[str, Tensor]) -> str:
     """Runs the exported read_weights.py, and compares each weight. Raises NumericalError if one differs."""
-    path = directory / "read_weights.py"
-    spec = importlib.util.spec_from_file_location("read_weights", path)
-    assert spec is not None
-    assert spec.loader is not None
-    reader = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(reader)
-    found = {name: torch.from_numpy(values.copy()).float() for name, values in reader.read(directory).items()}
-    _same(found, weights, f"{path.name} gives other weights")
-    return f"{path.name} reads the same {len(weights)} tensors, bit for bit"
+    read = runpy.run_path(str(directory / "read_weights.py"))["read"]
+    found = {name: torch.from_numpy(values.copy()).float() for name, values in read(directory).items()}
+    _same(found, weights, "read_weights.py gives other weights")
+    return f"read_weights.py reads the same {len(weights)} tensors, bit for bit"
 
 
 def _same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], problem: str) -> None:
@@ -154,9 +149,8 @@ def check_logits(
         in_half = difference(rows, lambda row: logits(row, half), model)
         yield f"the same rows, {name} in {str(dtype).removeprefix('torch.')} arithmetic: {LARGEST} {in_half}"
         if not in_half.largest < float("inf"):
-            raise NumericalError(
-                f"export: the logits of {name} in half precision are not finite. Use export.dtype=bf16"
-            )
+            problem = f"the logits of {name} in half precision are not finite"
+            raise NumericalError(f"export: {problem}. Use export.dtype=bf16")
 
 
 def loaded(directory: Path, layout: Layout, dtype: torch.dtype) -> Any:
@@ -167,12 +161,8 @@ def loaded(directory: Path, layout: Layout, dtype: torch.dtype) -> Any:
     was_on = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model = getattr(transformers, AUTO_MODELS[layout.objective]).from_pretrained(
-            directory,
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=bool(layout.files),
-        )
+        auto_model, trusted = getattr(transformers, AUTO_MODELS[layout.objective]), bool(layout.files)
+        model = auto_model.from_pretrained(directory, dtype=dtype, local_files_only=True, trust_remote_code=trusted)
     finally:
         if was_on:
             logging.enable_progress_bar()
