@@ -20,7 +20,7 @@ from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.distributed.compilation import keep_compiled
 from ngpt_train.distributed.layouts import resolve_compile
 from ngpt_train.distributed.world import World, resolve_device
-from ngpt_train.evaluation.continued_prompts import Text, Texts
+from ngpt_train.evaluation.continued_prompts import Texts
 from ngpt_train.evaluation.restore import Restored, find_trained, restore
 from ngpt_train.evaluation.translations import one_line, translations
 from ngpt_train.models.encoder_decoder import EncoderDecoder
@@ -61,18 +61,19 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         for block in restored.model.layers:
             block.compile(dynamic=False)
     texts = Texts(restored.model, restored.tokenizer, wanted, compiled)
-    if not wanted.interactive:
-        note_spaces(prompts, restored.tokenizer)
     if wanted.interactive:
         converse(texts)
-    elif wanted.out is not None:
-        content = "".join(line_of(text, wanted) for text in texts.of(prompts))
-        write_atomically(Path(wanted.out).expanduser(), content.encode())
-    elif wanted.prompts is not None:
-        for text in texts.of(prompts):
-            print(line_of(text, wanted), end="", flush=True)
-    else:
+        return 0
+    note_spaces(prompts, restored.tokenizer)
+    if wanted.out is None and wanted.prompts is None:
         show(texts, prompts[0])
+        return 0
+    lines = (json.dumps(text.json(wanted), ensure_ascii=False) + "\n" for text in texts.of(prompts))
+    if wanted.out is not None:
+        write_atomically(Path(wanted.out).expanduser(), "".join(lines).encode())
+    else:
+        for line in lines:
+            print(line, end="", flush=True)
     return 0
 
 
@@ -150,10 +151,6 @@ def note_spaces(prompts: Sequence[str], tokenizer: Tokenizer) -> None:
     if n and tokenizer.kind not in ("bytes", "words"):
         which = "the prompt ends" if len(prompts) == 1 else f"{n} of {len(prompts)} prompts end"
         print(f"note: {which} in a space, where the model has hardly seen text cut: leave it out", file=sys.stderr)
-
-
-def line_of(text: Text, config: GenerateConfig) -> str:
-    return json.dumps(text.json(config), ensure_ascii=False) + "\n"
 
 
 def typed_prompts() -> Iterator[str]:
