@@ -18,17 +18,16 @@ from ngpt_train.analysis.token_classes import pieces_of
 from ngpt_train.config.places import make_directory
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.data import mixture_of
-from ngpt_train.config.sections.records import check_contexts
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import write_atomically
 from ngpt_train.core.secrets import command_of, redacted
 from ngpt_train.data import open_dataset
 from ngpt_train.data.dataset import Dataset, Tokens
-from ngpt_train.data.rows import chosen_rows, held_out_rows, rows_of
+from ngpt_train.data.rows import rows_of
 from ngpt_train.data.tokenizers.tokenizer import tokenizer_identity
 from ngpt_train.distributed.world import World, join_world
 from ngpt_train.evaluation.restore import Restored, check_overrides, named, restore
-from ngpt_train.evaluation.validation import Validation, target_counts
+from ngpt_train.evaluation.validation import Evaluations, Validation, target_counts
 from ngpt_train.training.checkpoint.catalogue import step_of
 from ngpt_train.verbs.evaluate import ROWS, combine
 
@@ -51,8 +50,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     if problem := first.config.model.refuses_text():
         raise ConfigError(f"probe: {problem}\n  Choose the checkpoint of a model that continues text")
     combined = combine(config, first.config, overrides)
-    combined = replace(combined, eval=replace(combined.eval, contexts=None))
-    check_contexts(combined)
+    combined = replace(combined, eval=replace(combined.eval, contexts=None, budget=None))
     dataset = open_dataset(combined, first.tokenizer)
     validation, losses = _measured(dataset, combined, first, world)
     models = [_said(names[0], first)]
@@ -70,13 +68,12 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         models.append(_said(names[1], second))
     tokens, targets, *_ = (part.numpy() for part in validation.batch)
     pieces = pieces_of(dataset.tokenizer)
-    numbers = np.sort(chosen_rows(rows_of(dataset.validation, combined), combined))
     content = report(
         models,
         all_losses,
         (tokens, targets),
-        numbers,
-        _classes(dataset, combined, validation, numbers, pieces),
+        validation.numbers,
+        _classes(dataset, combined, validation, pieces),
         pieces,
         own.show,
         {
@@ -101,9 +98,7 @@ def _measured(
     dataset: Dataset, config: Config, restored: Restored, world: World
 ) -> tuple[Validation, NDArray[np.float64]]:
     """The validation at the model's context, and the loss of each target."""
-    chosen = chosen_rows(rows_of(dataset.validation, config), config)
-    rows = held_out_rows(dataset.validation, dataset.tokenizer, config)
-    validation = Validation(rows, dataset.tokenizer.n_bytes, chosen)
+    validation = Evaluations(dataset.validation, dataset.tokenizer, config).at_training_context
     return validation, validation.token_losses(restored.model, world)
 
 
@@ -132,14 +127,14 @@ def _said(name: str, restored: Restored) -> dict[str, Any]:
 
 
 def _classes(
-    dataset: Dataset, config: Config, validation: Validation, numbers: NDArray[np.int64], pieces: list[str]
+    dataset: Dataset, config: Config, validation: Validation, pieces: list[str]
 ) -> list[token_classes.Classes]:
     tokens, targets, *_ = (part.numpy() for part in validation.batch)
     vocab_size = int(config.model.vocab_size)
     # Streamed text is not there to be counted, nor is a mixture's training text in one place.
-    of_training = isinstance(dataset.train, Tokens)
-    counted = "the training text" if of_training else "the held-out text"
-    text = dataset.train if isinstance(dataset.train, Tokens) else dataset.validation
+    text, counted = dataset.validation, "the held-out text"
+    if isinstance(dataset.train, Tokens):
+        text, counted = dataset.train, "the training text"
     counts = target_counts(rows_of(text, config), vocab_size)
     found = [
         token_classes.of_frequency(targets, counts, counted),
@@ -148,7 +143,7 @@ def _classes(
     ]
     if config.data.kind == "mixture":
         names = [source.name for source in mixture_of(config.data)]
-        found.append(token_classes.of_source(dataset.validation, names, config, numbers))
+        found.append(token_classes.of_source(dataset.validation, names, config, validation.numbers))
     return found
 
 
