@@ -9,10 +9,11 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,11 +58,11 @@ class TaskResults:
             chosen = [next((m for m in metrics if m in task), None) for task in self.tasks.values()]
             pairs = [(task, m) for task, m in zip(self.tasks.values(), chosen, strict=True) if m is not None]
             if pairs:
-                found[name] = math.fsum(task[m] for task, m in pairs) / len(pairs)
+                found[name] = fmean(task[m] for task, m in pairs)
                 errors = [task.get(f"{m}_stderr", math.nan) for task, m in pairs]
                 found[f"{name}_stderr"] = math.sqrt(math.fsum(error**2 for error in errors)) / len(pairs)
         chances = [task.get("chance", math.nan) for task in self.tasks.values() if "acc" in task]
-        if chances and not math.isnan(mean := math.fsum(chances) / len(chances)):
+        if chances and not math.isnan(mean := fmean(chances)):
             found["mean_chance"] = mean
         return found
 
@@ -129,10 +130,8 @@ class Tasks:
         if problem := model.refuses_text():
             raise ConfigError(f"tasks: {problem}\n  Leave eval.tasks out, or choose another checkpoint")
         if model.source_length(model.context) and whole:
-            problem = (
-                f"{', '.join(sorted(whole))} wants the probability of whole texts. An encoder-decoder gives none to"
-            )
-            raise ConfigError(f"tasks: {problem} the beginning of a text, which its encoder reads\n  Leave it out")
+            problem = f"{', '.join(sorted(whole))} wants the probability of whole texts. An encoder-decoder gives none"
+            raise ConfigError(f"tasks: {problem} to the beginning of a text, which its encoder reads\n  Leave it out")
         for name in whole:
             task = self._loaded["tasks"][name]
             if not any(map(task.doc_to_target, task.eval_docs)):
@@ -172,15 +171,13 @@ class Tasks:
     def _chance(self, name: str) -> float | None:
         """The accuracy of guessing in a task or a group; None if it is unknown."""
         group = self._loaded["groups"].get(name)
-        if group is None:
-            return _mean_of(_chances(self._loaded["tasks"][name]))
-        by_task = [_chances(task) for task in group.get_all_tasks()]
-        if not all(by_task):
+        by_task = list(map(_chances, [self._loaded["tasks"][name]] if group is None else group.get_all_tasks()))
+        if not by_task or not all(by_task):
             return None
-        by_size = any(each.metric == "acc" and each.weight_by_size for each in group.aggregate_metric_list or [])
-        return _mean_of(
-            [x for task in by_task for x in task] if by_size else [sum(task) / len(task) for task in by_task]
-        )
+        metrics = [] if group is None else group.aggregate_metric_list or []
+        if group is None or any(each.metric == "acc" and each.weight_by_size for each in metrics):
+            return fmean(x for task in by_task for x in task)
+        return fmean(sum(task) / len(task) for task in by_task)
 
 
 def _chances(task: Any) -> list[float]:
@@ -189,10 +186,6 @@ def _chances(task: Any) -> list[float]:
     if task.OUTPUT_TYPE != "multiple_choice" or getattr(task, "multiple_target", 1) or task.config.process_results:
         return []
     return [1 / len(task.doc_to_choice(document)) for document in task.eval_docs]
-
-
-def _mean_of(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
 
 
 def _numbers(results: Mapping[str, Any]) -> dict[str, float]:
