@@ -50,12 +50,12 @@ def load_tasks(names: Sequence[str], directory: str | None) -> tuple[dict[str, A
     found: list[Task | Group] = []
     left_out: dict[str, str] = {}
     own = OwnTasks(Path(directory).expanduser()) if directory is not None else None
-    harness = Harness()
+    own_names, harness = [] if own is None else own.names, Harness()
     # Refuses unknown names before it fetches data.
-    managers = {name: harness.manager_of(name) for name in names if own is None or name not in own}
+    managers = {name: harness.manager_of(name) for name in names if name not in own_names}
     for name, manager in managers.items():
         if manager is None:
-            known = [*harness.folders_by_name, *(own or ())]
+            known = [*harness.folders_by_name, *own_names]
             where = f", nor is there a file of that name in {directory}" if own is not None else ""
             raise ConfigError(
                 f"tasks=[{','.join(names)}]: lm-evaluation-harness has no {name}{where}"
@@ -158,12 +158,7 @@ class OwnTasks:
             raise DataError(f"eval.tasks_path={directory}: {in_one_line(error)}") from None
         self.manager._factory = _FromOwnDirectory()
         self._files = {path.stem: path for path in sorted(directory.rglob("*.jsonl"))}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.manager.all_tasks or name in self._files
-
-    def __iter__(self) -> Any:
-        return iter([*self.manager.all_tasks, *self._files])
+        self.names = [*self.manager.all_tasks, *self._files]
 
     def task(self, name: str) -> str | dict[str, Any]:
         """The task as an argument for the manager: a name, or a configuration."""
