@@ -19,7 +19,7 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import json_lines, read_json, sync, write_json
 from ngpt_train.core.secrets import redacted
 from ngpt_train.evaluation.restore import Restored
-from ngpt_train.interop.layouts.layout import NOTE, Layout
+from ngpt_train.interop.layouts.layout import NOTE, Layout, Tensors
 from ngpt_train.interop.safetensors_files import FLOATS, write_tensors
 from ngpt_train.interop.tokenizer_files import OF_TRANSFORMERS, write_tokenizers
 from ngpt_train.interop.verification import AUTO_MODELS, check_bits, check_logits, check_reader, difference, random_rows
@@ -107,9 +107,7 @@ def rounded(weights: dict[str, Tensor], dtype: str) -> dict[str, Tensor]:
     return found
 
 
-def _move_to(
-    model: torch.nn.Module, trained: dict[str, Tensor], weights: dict[str, Tensor], rows: Tensor, dtype: str
-) -> str:
+def _move_to(model: torch.nn.Module, trained: Tensors, weights: Tensors, rows: Tensor, dtype: str) -> str:
     """Gives `model` the rounded weights. Returns a sentence with the change of its logits."""
     with torch.no_grad():
         before = [model(row) for row in rows.split(1)]

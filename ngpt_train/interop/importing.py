@@ -179,9 +179,7 @@ def write_run(imported: Imported, source: str, out: Path) -> Path:
             write_json(directory / "tokenizer.json", write_tokenizer(imported.tokenizer, directory))
 
         # A checkpoint has the statistics of each rank; here of a single one.
-        tensors = {
-            name: value[None] if name.startswith(STATISTICS) else value for name, value in imported.tensors.items()
-        }
+        tensors = {name: x[None] if name.startswith(STATISTICS) else x for name, x in imported.tensors.items()}
         pieces = tuple(piece for name, value in tensors.items() for piece in pieces_of(name, value))
         progress = {"step": 0, "tokens": 0, "train_seconds": 0.0, "world_size": 1, "data": {}}
         n_bytes = SPARE + sum(value.nbytes for value in tensors.values())

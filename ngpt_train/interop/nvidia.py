@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import DataError
-from ngpt_train.interop.layouts.layout import check_layers, check_tensors, checked_config, turned
+from ngpt_train.interop.layouts.layout import Tensors, check_layers, check_tensors, checked_config, turned
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.ngpt.keys import NGPTConfig
 
@@ -175,7 +175,7 @@ def parts(arguments: Mapping[str, Any]) -> Iterator[Part]:
                 yield Part(f"{theirs}{name}.weight", (d,), ours + own)
 
 
-def checked_lengths(weights: Mapping[str, Tensor], path: Path) -> str:
+def checked_lengths(weights: Tensors, path: Path) -> str:
     """A sentence about the lengths of rows. train.py normalises rows after each step, mostly in bf16.
 
     Raises DataError if a length is not 1.

@@ -45,10 +45,8 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
     for file, names in _files(directory).items():
         tensors = _read_file(directory / file)
         if names is not None and names != tensors.keys():
-            differing = sorted(names ^ tensors.keys())[0]
-            raise DataError(
-                f"{directory / INDEX} does not fit {file}: only one of them has {differing}. Copy both again"
-            )
+            differing = f"only one of them has {min(names ^ tensors.keys())}"
+            raise DataError(f"{directory / INDEX} does not fit {file}: {differing}. Copy both again")
         found.update(tensors)
     for name, tensor in found.items():
         if tensor.dtype not in FLOATS:
@@ -62,17 +60,15 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
 
 def _files(directory: Path) -> Mapping[str, set[str] | None]:
     """The names of tensors by file, from the index; None without an index."""
-    if (directory / INDEX).exists():
-        index = read_json(directory / INDEX)
+    if (path := directory / INDEX).exists():
+        index = read_json(path)
         places: Any = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(places, dict) or not places:
-            raise DataError(
-                f"{directory / INDEX} is damaged: weight_map does not name the file of each tensor. Copy it again"
-            )
+            raise DataError(f"{path} is damaged: weight_map does not name the file of each tensor. Copy it again")
         files: dict[str, set[str]] = {}
         for name, file in places.items():
             if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-                raise DataError(f"{directory / INDEX} is damaged: {name} is in {file!r}, which is no file beside it")
+                raise DataError(f"{path} is damaged: {name} is in {file!r}, which is no file beside it")
             files.setdefault(file, set()).add(name)
         if missing := [file for file in files if not (directory / file).is_file()]:
             raise DataError(

@@ -5,7 +5,7 @@ difference is only the rounding of fp32.
 """
 
 import runpy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import in_one_line
-from ngpt_train.interop.layouts.layout import Layout
+from ngpt_train.interop.layouts.layout import Json, Layout, Tensors
 from ngpt_train.interop.layouts.llama import logits_of_transformers
 from ngpt_train.interop.safetensors_files import read_tensors
 from ngpt_train.models.gpt.keys import GPTConfig
@@ -68,9 +68,9 @@ def difference(rows: Tensor, one: Callable[[Tensor], Any], other: Callable[[Tens
 def check_bits(
     directory: Path,
     layout: Layout,
-    config_json: Mapping[str, Any],
-    weights: Mapping[str, Tensor],
-    written: Mapping[str, Tensor],
+    config_json: Json,
+    weights: Tensors,
+    written: Tensors,
 ) -> str:
     """Reads the directory back and compares each weight bit for bit. Raises NumericalError if one differs.
 
@@ -83,7 +83,7 @@ def check_bits(
     return f"written tensors read back: all {len(wanted)} weights equal, bit for bit"
 
 
-def check_reader(directory: Path, weights: Mapping[str, Tensor]) -> str:
+def check_reader(directory: Path, weights: Tensors) -> str:
     """Runs the exported read_weights.py, and compares each weight. Raises NumericalError if one differs."""
     read = runpy.run_path(str(directory / "read_weights.py"))["read"]
     found = {name: torch.from_numpy(values.copy()).float() for name, values in read(directory).items()}
@@ -91,7 +91,7 @@ def check_reader(directory: Path, weights: Mapping[str, Tensor]) -> str:
     return f"read_weights.py reads the same {len(weights)} tensors, bit for bit"
 
 
-def _same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], problem: str) -> None:
+def _same(found: Tensors, wanted: Tensors, problem: str) -> None:
     names = found.keys() ^ wanted.keys()
     names |= {name for name in wanted.keys() & found.keys() if not torch.equal(wanted[name].float(), found[name])}
     if names:
@@ -102,7 +102,7 @@ def check_logits(
     directory: Path,
     layout: Layout,
     model: torch.nn.Module,
-    weights: Mapping[str, Tensor],
+    weights: Tensors,
     rows: Tensor,
     dtype: torch.dtype,
 ) -> Iterator[str]:

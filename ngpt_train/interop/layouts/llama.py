@@ -5,7 +5,7 @@ Both have GPT's equations, but store two things differently. W_o and W_down are 
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import DataError
-from ngpt_train.interop.layouts.layout import NOTE, Layout, check_tensors, turned, turned_shapes
+from ngpt_train.interop.layouts.layout import NOTE, Json, Layout, Tensors, check_tensors, turned, turned_shapes
 from ngpt_train.models.gpt.keys import GPTConfig
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
@@ -97,12 +97,10 @@ class LlamaLayout(Layout):
             NOTE: {"rope_layout": config.rope_layout},
         }
 
-    def to_foreign(self, weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    def to_foreign(self, weights: Tensors, config: ModelConfig) -> dict[str, Tensor]:
         return {place: _stored(name, weights[name], config, to_half) for name, place in names(config).items()}
 
-    def from_foreign(
-        self, config_json: Mapping[str, Any], weights: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def from_foreign(self, config_json: Json, weights: Tensors) -> tuple[dict[str, Any], dict[str, Tensor]]:
         keys = model_keys(config_json, self.name, self.qk_norm)
         config = GPTConfig(**keys)
         weights = {name: value for name, value in weights.items() if not name.endswith(INV_FREQ)}
@@ -153,7 +151,7 @@ def to_interleaved(rows: Tensor, d_head: int) -> Tensor:
     return rows.unflatten(0, (-1, 2, d_head // 2)).transpose(1, 2).flatten(0, 2)
 
 
-def model_keys(config_json: Mapping[str, Any], model_type: str, qk_norm: bool) -> dict[str, Any]:
+def model_keys(config_json: Json, model_type: str, qk_norm: bool) -> dict[str, Any]:
     """The keys of model=gpt. Raises DataError with the key, its value and the allowed values."""
     found = config_json.get("model_type")
     if not isinstance(found, str) or ALSO.get(found, found) != model_type:
@@ -200,7 +198,7 @@ def model_keys(config_json: Mapping[str, Any], model_type: str, qk_norm: bool) -
     }
 
 
-def rope_base(config_json: Mapping[str, Any]) -> float:
+def rope_base(config_json: Json) -> float:
     """The base of RoPE's angles, from rope_parameters (transformers 5) or rope_theta and rope_scaling (before)."""
     for key in ("rope_parameters", "rope_scaling"):
         entry = config_json.get(key)
@@ -218,7 +216,7 @@ def rope_base(config_json: Mapping[str, Any]) -> float:
     return number(config_json, "rope_theta", 10000.0)
 
 
-def rope_layout(config_json: Mapping[str, Any]) -> str:
+def rope_layout(config_json: Json) -> str:
     """model.rope_layout of the exported run, from our own entry; without one `half`."""
     note = config_json.get(NOTE)
     found = note.get("rope_layout", "half") if isinstance(note, dict) else "half"
@@ -227,21 +225,21 @@ def rope_layout(config_json: Mapping[str, Any]) -> str:
     return str(found)
 
 
-def integer(config_json: Mapping[str, Any], key: str) -> int:
+def integer(config_json: Json, key: str) -> int:
     value = config_json.get(key)
     if type(value) is not int or not 1 <= value <= 10_000_000:
         raise refused(config_json, key, "a whole number from 1 to 10,000,000")
     return value
 
 
-def number(config_json: Mapping[str, Any], key: str, default: float | None = None) -> float:
+def number(config_json: Json, key: str, default: float | None = None) -> float:
     value = config_json.get(key, default)
     if type(value) not in (int, float) or not 0 < value <= 1e12:
         raise refused(config_json, key, "a number above 0, at most 1e12")
     return float(value)
 
 
-def refused(config_json: Mapping[str, Any], key: str, allowed: str) -> DataError:
+def refused(config_json: Json, key: str, allowed: str) -> DataError:
     """The error for an entry of config.json. allowed: its allowed values, in words."""
     return DataError(f"config.json: {key}={show(config_json.get(key))}: {allowed}. This model cannot be imported")
 
@@ -252,7 +250,7 @@ def show(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]} ..."
 
 
-def logits_of_transformers(weights: Mapping[str, Tensor], config: GPTConfig, tokens: Tensor) -> Tensor:
+def logits_of_transformers(weights: Tensors, config: GPTConfig, tokens: Tensor) -> Tensor:
     """GPT's logits `(B, T, V)` of tokens `(B, T)` in transformers' order of operations, in fp32 on a CPU.
 
     Our own forward pass computes RoPE's angles in fp64 and several matrices in one product; transformers computes the

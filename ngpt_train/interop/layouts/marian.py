@@ -4,7 +4,6 @@ Post-norm, sinusoidal positions, and one matrix for the embeddings of source, tr
 eos, which also begins the translation. Positions are a table among the tensors, ours interleaved.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.interop.layouts.form import FREE, FormLayout, with_biases
+from ngpt_train.interop.layouts.layout import Json
 from ngpt_train.models.composed_encoder_decoder.keys import ComposedEncoderDecoderConfig
 from ngpt_train.models.layers.positions import sinusoids
 
@@ -102,6 +102,6 @@ class MarianLayout(FormLayout):
     def config_json(self, config: ModelConfig) -> dict[str, Any]:
         return super().config_json(config) | {"max_position_embeddings": config.context // 2}
 
-    def model_keys(self, config_json: Mapping[str, Any]) -> dict[str, Any]:
+    def model_keys(self, config_json: Json) -> dict[str, Any]:
         halves = {"context": 2 * config_json["max_position_embeddings"]}
         return super().model_keys(config_json) | halves | {"embedding_dropout": config_json["dropout"]}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import DataError
-from ngpt_train.interop.layouts.layout import Layout, check_tensors, checked_config, turned, turned_shapes
+from ngpt_train.interop.layouts.layout import Layout, Tensors, check_tensors, checked_config, turned, turned_shapes
 from ngpt_train.models.ngpt.keys import NGPTConfig
 
 MODEL_TYPE = "ngpt_train_ngpt"
@@ -73,11 +73,11 @@ class NGPTLayout(Layout):
             "reference": {name: getattr(config.reference, name) for name, size in REFERENCE.items() if size in words},
         }
 
-    def to_foreign(self, weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    def to_foreign(self, weights: Tensors, config: ModelConfig) -> dict[str, Tensor]:
         return {foreign(name): turned(name, x) for name, x in weights.items()}
 
     def from_foreign(
-        self, config_json: Mapping[str, Any], weights: Mapping[str, Tensor]
+        self, config_json: Mapping[str, Any], weights: Tensors
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         keys = keys_of(config_json)
         config = checked_config(keys, NGPTConfig, "in config.json")
