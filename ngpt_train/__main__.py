@@ -38,6 +38,7 @@ from ngpt_train.config.arguments import (
 from ngpt_train.config.compose import load_config
 from ngpt_train.config.schema import Config, check
 from ngpt_train.config.stored import to_yaml
+from ngpt_train.config.validate import did_you_mean
 from ngpt_train.core.errors import ConfigError, is_told_here, same_on_host
 from ngpt_train.core.launcher import check_ranks, remember_end, remembered_end
 from ngpt_train.core.secrets import guard_streams, without_variables
@@ -138,10 +139,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _shortened(message: str) -> str:
     """The message without the middle of its lines that nobody could read, such as a value of a million digits."""
-    lines = message.split("\n")
-    return "\n".join(
-        x if len(x) <= LONGEST_LINE else f"{x[: LONGEST_LINE // 2]} ... {x[-LONGEST_LINE // 2 :]}" for x in lines
-    )
+    half = LONGEST_LINE // 2
+    lines = (x if len(x) <= LONGEST_LINE else f"{x[:half]} ... {x[-half:]}" for x in message.split("\n"))
+    return "\n".join(lines)
 
 
 def _command(arguments: list[str]) -> Callable[[], int]:
@@ -160,11 +160,11 @@ def _command(arguments: list[str]) -> Callable[[], int]:
 
         text = help_text(line.overrides, line.config_dir)
         return partial(_show, f"{VERBS[verb]}\n\n{USAGE.replace('VERB', verb, 1)}\n\n{text}")
-    if line.multirun and verb in STUDY_VERBS:
-        raise ConfigError("--multirun: a study has arms and budgets instead\n  Leave -m out")
-    if line.multirun and directories:
-        raise ConfigError(f"--multirun: {verb} takes its runs at once\n  Leave -m out")
     if line.multirun:
+        if verb in STUDY_VERBS:
+            raise ConfigError("--multirun: a study has arms and budgets instead\n  Leave -m out")
+        if directories:
+            raise ConfigError(f"--multirun: {verb} takes its runs at once\n  Leave -m out")
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
             raise ConfigError(
                 "--multirun: not under torchrun, where every rank would run the sweep by itself"
@@ -251,13 +251,12 @@ def _multirun(verb: str, line: CommandLine) -> int:
         jobs.append([*others, f"run.name={config.run.name}"])
         configs.append(config)
     if line.print_config:
-        return _show("---\n".join(to_yaml(config) for config in configs).rstrip())
+        return _show("---\n".join(map(to_yaml, configs)).rstrip())
 
-    options = _options(line)
     codes: list[int] = []
     for number, job in enumerate(jobs):
         print(f"job {number} of {len(jobs)}: {' '.join(job)}", flush=True)
-        code, interrupted = _run_job([sys.executable, "-m", "ngpt_train", verb, *job, *options])
+        code, interrupted = _run_job([sys.executable, "-m", "ngpt_train", verb, *job, *_options(line)])
         codes.append(code)
         if interrupted:
             print(f"interrupted: {len(jobs) - len(codes)} of {len(jobs)} jobs not started", file=sys.stderr)
@@ -267,8 +266,7 @@ def _multirun(verb: str, line: CommandLine) -> int:
 
         runs = [Path(config.run.root).expanduser() / config.run.name for config in configs]
         print(results(jobs, runs, codes), flush=True)
-    failed = [number for number, code in enumerate(codes) if code]
-    if failed:
+    if failed := [number for number, code in enumerate(codes) if code]:
         print(f"error: jobs {failed} of {len(jobs)} failed", file=sys.stderr)
     return next((code if code > 0 else 1 for code in codes if code), 0)
 
@@ -341,13 +339,12 @@ def _overview() -> str:
 
 
 def _unknown_verb(verb: str) -> str:
-    close = difflib.get_close_matches(verb, VERBS, n=1)
     if verb == "bench":
         problem = "no verb any more; in a clone of the repository each benchmark is `python -m benchmarks.NAME`"
     elif "=" in verb or verb.startswith("-"):
         problem = "the verb comes first, for example: ngpt-train train " + verb
     else:
-        problem = "no such verb" + (f"; did you mean {close[0]}?" if close else "")
+        problem = "no such verb" + did_you_mean(difflib.get_close_matches(verb, VERBS, n=1))
     return f"{verb}: {problem}\n  Verbs: {', '.join(VERBS)}"
 
 
