@@ -31,6 +31,7 @@ OF_TRANSLATIONS = OF_BEAMS | {
     for name in ("checkpoint", "average", "weights", "prompt", "prompts", "interactive", "max_new_tokens", "out")
 }
 MOST_BYTES = 1 << 30  # of a file of prompts
+LINE = 'A line is an object such as {"prompt": "text"}'
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:
@@ -134,11 +135,9 @@ def prompt_of_json(line: bytes, where: str) -> str:
     try:
         found = parse_json(line)
     except ValueError as error:
-        raise DataError(
-            f'{where}: it is not JSON ({error}). A line is an object such as {{"prompt": "text"}}'
-        ) from None
+        raise DataError(f"{where}: it is not JSON ({error}). {LINE}") from None
     if not isinstance(found, dict) or not isinstance(found.get("prompt"), str):
-        raise DataError(f'{where}: no object with a text `prompt`. A line is an object such as {{"prompt": "text"}}')
+        raise DataError(f"{where}: no object with a text `prompt`. {LINE}")
     prompt: str = found["prompt"]
     if any("\ud800" <= letter <= "\udfff" for letter in prompt):
         raise DataError(f"{where}: its prompt has half a surrogate pair, which is no character. Correct the line")

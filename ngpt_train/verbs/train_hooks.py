@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ngpt_train.config.architectures import plugins
 from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import write_yaml
-from ngpt_train.core.errors import ConfigError
+from ngpt_train.config.validate import mistake
 from ngpt_train.core.files import write_json
 from ngpt_train.data.dataset import Dataset
 from ngpt_train.data.epochs import epoch_rows, many_epochs
@@ -93,8 +93,6 @@ def hooks_of_plugins(config: Config) -> list[Hook]:
         if path.is_file():
             module = importlib.import_module(f"ngpt_train.models.{folder.name}.hooks")
             if not hasattr(module, "hooks"):
-                raise ConfigError(
-                    f"--plugin={folder}: {path} has no function hooks(config)\n  Add one, or remove the file"
-                )
+                raise mistake(f"--plugin={folder}: {path} has no function hooks(config)", "Add one, or remove the file")
             found += module.hooks(config)
     return found
