@@ -79,19 +79,18 @@ class TaskResults:
 
     def lines(self) -> list[str]:
         """A line for each task, and one for the mean."""
-        n_means = sum("acc" in task for task in self.tasks.values())
-        # The mean is shown as `acc`, and `mean_NAME` as NAME.
-        mean = {re.sub("^mean(?=$|_stderr)", "acc", name).removeprefix("mean_"): x for name, x in self.mean().items()}
-        means = {f"mean of {n_means} tasks": mean} if n_means > 1 else {}
-        width = max(map(len, [*self.tasks, *means]), default=0)
+        n_means, rows = sum("acc" in task for task in self.tasks.values()), dict(self.tasks)
+        if n_means > 1:
+            # The mean is shown as `acc`, and `mean_NAME` as NAME.
+            names = {name: re.sub("^mean(?=$|_stderr)", "acc", name).removeprefix("mean_") for name in self.mean()}
+            rows[f"mean of {n_means} tasks"] = {names[name]: value for name, value in self.mean().items()}
+        width = max(map(len, rows), default=0)
         found = []
-        for task, of_task in {**self.tasks, **means}.items():
-            values = [
-                f"{name} {_short(value)}"
-                + (f" ± {_short(of_task[error])}" if (error := f"{name}_stderr") in of_task else "")
-                for name, value in of_task.items()
-                if name != "n" and not name.endswith("_stderr")
-            ]
+        for task, of_task in rows.items():
+            values = []
+            for name in (name for name in of_task if name != "n" and not name.endswith("_stderr")):
+                error = f" ± {_short(of_task[f'{name}_stderr'])}" if f"{name}_stderr" in of_task else ""
+                values.append(f"{name} {_short(of_task[name])}{error}")
             n = f"  ({of_task['n']:.0f} documents)" if "n" in of_task else ""
             found.append(f"{task:<{width}}  {'  '.join(values)}{n}")
         return found
@@ -99,13 +98,12 @@ class TaskResults:
     def write_items(self, path: Path) -> None:
         """Writes a line of JSON for each document: its task and number, the requests, the answers, and its metrics."""
         kept = ("doc_id", "filter", "target", "arguments", "resps")
-        lines = [
-            {"task": task, **{name: item[name] for name in (*kept, *item["metrics"])}}
-            for task, items in self.items.items()
-            for item in items
-        ]
-        text = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
-        write_atomically(path, text.encode())
+        lines = []
+        for task, items in self.items.items():
+            for item in items:
+                line = {"task": task, **{name: item[name] for name in (*kept, *item["metrics"])}}
+                lines.append(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+        write_atomically(path, "".join(lines).encode())
 
 
 class Tasks:
@@ -151,12 +149,9 @@ class Tasks:
             contextlib.redirect_stderr(_OtherThreads(sys.stderr)),
             _infinite_perplexities(),
         ):
+            adapter = Adapter(model, tokenizer, world)
             raw = evaluate(
-                Adapter(model, tokenizer, world),
-                self._loaded,
-                bootstrap_iters=BOOTSTRAP,
-                log_samples=True,
-                confirm_run_unsafe_code=False,
+                adapter, self._loaded, bootstrap_iters=BOOTSTRAP, log_samples=True, confirm_run_unsafe_code=False
             )
         members = {child for children in self._loaded["group_map"].values() for child in children}
         top = [name for name in [*self._loaded["groups"], *self._loaded["tasks"]] if name not in members]

@@ -196,9 +196,8 @@ def from_jsonl(name: str, path: Path) -> dict[str, Any]:
     fields = set(first) if isinstance(first, dict) else set()
     form = next((form for form in FORMS if set(form) <= fields), None)
     if form is None:
-        said = (
-            f"its first line has the fields {', '.join(sorted(fields)) or 'of no JSON object'}" if records else "empty"
-        )
+        has = ", ".join(sorted(fields)) or "of no JSON object"
+        said = f"its first line has the fields {has}" if records else "empty"
         raise DataError(
             f"{path}: {said}. A line of a task has query, choices and gold; or context_options, continuation and gold; "
             f"or context and continuation; or text. Other files need a {name}.yaml beside them in the form of "
@@ -207,13 +206,8 @@ def from_jsonl(name: str, path: Path) -> dict[str, Any]:
     for number, record in records:
         if problem := _problem(record, form):
             raise DataError(f"{path}, line {number}: {problem}. Write it as docs/evaluation.md has it, or leave it out")
-    common = {
-        "task": name,
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(path)}},
-        "test_split": "test",
-    }
-    return {**common, **FORMS[form]}
+    files = {"data_files": {"test": str(path)}}
+    return {"task": name, "dataset_path": "json", "dataset_kwargs": files, "test_split": "test", **FORMS[form]}
 
 
 def _problem(record: Any, form: Sequence[str]) -> str:
