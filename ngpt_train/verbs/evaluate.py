@@ -131,7 +131,7 @@ def on_length(config: Config, overrides: Sequence[str]) -> int:
     from ngpt_train.evaluation.length_curves import measure, plot_lengths
 
     wanted = config.evaluate.length
-    trained = find_trained("evaluate", config, overrides, also_used=("data", "evaluate.length", "parallel"))
+    trained = find_trained("evaluate", config, overrides, also_used=("data", "parallel"))
     check_lengths(config, trained.config.model, overrides)
     out, files = output(config, "{stem}.png")
     text = open_source(config.data)
