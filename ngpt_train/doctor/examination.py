@@ -148,14 +148,10 @@ def plan(config: Config, place: Place, found: dict[str, Answer], report: Report)
     known = vocabulary_of(config, found)
     vocabulary = known or ASSUMED_VOCABULARY
     on_gpu = str(found["devices"].facts.get("device", "")).startswith("cuda")
-    made = make_plan(
-        replace(
-            config,
-            model=replace(config.model, vocab_size=vocabulary),
-            train=replace(config.train, device="cuda" if on_gpu else "cpu"),
-            plan=replace(config.plan, world_size=place.size, ranks_per_host=place.local_size),
-        )
-    )
+    config = replace(config, model=replace(config.model, vocab_size=vocabulary))
+    config = replace(config, train=replace(config.train, device="cuda" if on_gpu else "cpu"))
+    on_ranks = replace(config.plan, world_size=place.size, ranks_per_host=place.local_size)
+    made = make_plan(replace(config, plan=on_ranks))
     weights = made["parameters"]["total"]
     factor = disks.LARGEST_FACTOR + (0 if config.optim.ema_decay is None else 4)
     assumed = "" if known else f", if the vocabulary has {vocabulary:,} ids"
