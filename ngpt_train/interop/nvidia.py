@@ -126,19 +126,9 @@ def check_arguments(arguments: Mapping[str, Any], path: Path) -> None:
 def model_keys(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """model.* keys by dotted names, with the constants of their Block."""
     layers, heads, d, context, vocabulary = (arguments[name] for name in SIZES)
-    keys = {
-        "d_model": d,
-        "n_layers": layers,
-        "n_heads": heads,
-        "n_kv_heads": heads,
-        "d_mlp": 4 * d,
-        "vocab_size": vocabulary,
-        "context": context,
-        "tied_embeddings": False,
-        "rope_base": 10000.0,
-        "rope_layout": "interleaved",  # their code pairs neighbours too
-        "activation": "silu",
-    }
+    keys: dict[str, Any] = {"d_model": d, "n_layers": layers, "n_heads": heads, "n_kv_heads": heads, "d_mlp": 4 * d}
+    keys |= {"vocab_size": vocabulary, "context": context, "tied_embeddings": False, "activation": "silu"}
+    keys |= {"rope_base": 10000.0, "rope_layout": "interleaved"}  # their code pairs neighbours too
     if not arguments["use_nGPT"]:
         return {"name": "gpt", **keys, "norm_eps": 1e-6, "qk_norm": False, "mlp": "gated"}
     keys = {"name": "ngpt", **keys, "constraint": "projection", "alpha_sign": "positive"}

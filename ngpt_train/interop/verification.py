@@ -65,13 +65,7 @@ def difference(rows: Tensor, one: Callable[[Tensor], Any], other: Callable[[Tens
     return Difference(largest, scale)
 
 
-def check_bits(
-    directory: Path,
-    layout: Layout,
-    config_json: Json,
-    weights: Tensors,
-    written: Tensors,
-) -> str:
+def check_bits(directory: Path, layout: Layout, config_json: Json, weights: Tensors, written: Tensors) -> str:
     """Reads the directory back and compares each weight bit for bit. Raises NumericalError if one differs.
 
     written: the tensors of the directory's files, which are compared if the layout does not return weights.
@@ -99,12 +93,7 @@ def _same(found: Tensors, wanted: Tensors, problem: str) -> None:
 
 
 def check_logits(
-    directory: Path,
-    layout: Layout,
-    model: torch.nn.Module,
-    weights: Tensors,
-    rows: Tensor,
-    dtype: torch.dtype,
+    directory: Path, layout: Layout, model: torch.nn.Module, weights: Tensors, rows: Tensor, dtype: torch.dtype
 ) -> Iterator[str]:
     """Loads the directory with transformers, and compares its logits with ours. Yields sentences of the output.
 

@@ -33,15 +33,8 @@ OF_CROSS = with_biases(
 )
 # The form, as keys of model.*.
 FORM = {
-    "translates": True,
-    "norm": "layer",
-    "norm_placement": "post",
-    "norm_eps": 1e-5,
-    "tied_embeddings": True,
-    "shared_source": True,
-    "mlp": "plain",
-    "bias": True,
-    "positions": "sinusoidal",
+    **dict.fromkeys(("translates", "tied_embeddings", "shared_source", "bias"), True),
+    **{"norm": "layer", "norm_placement": "post", "norm_eps": 1e-5, "mlp": "plain", "positions": "sinusoidal"},
 }
 # Our key for each key of config.json; then its keys that never change.
 SIZES = {
