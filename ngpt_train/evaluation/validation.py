@@ -113,14 +113,9 @@ class Validation:
         found, hits, answers = world.sum_(sums).flatten(1)[:, : self.n_rows].cpu().numpy()
         n_targets = (self.batch[1] != IGNORED).sum(1).numpy()
         config = model.config
-        return RowLosses(
-            found,
-            n_targets,
-            self.n_bytes,
-            self.rows_hash,
-            n_hits=int(hits.sum()) if config.objective == "masked" else None,
-            answers=Answers(self.targets, answers, config.n_classes) if config.n_classes else None,
-        )
+        n_hits = int(hits.sum()) if config.objective == "masked" else None
+        answered = Answers(self.targets, answers, config.n_classes) if config.n_classes else None
+        return RowLosses(found, n_targets, self.n_bytes, self.rows_hash, n_hits, answered)
 
     @torch.no_grad()
     def token_losses(self, model: Decoder, world: World) -> NDArray[np.float64]:

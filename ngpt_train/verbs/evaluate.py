@@ -72,12 +72,8 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     if is_other_text or combined.data.val_fraction == 1:
         logger.info(of_text(combined))
     losses = validation.row_losses(restored.model, world)
-    result = {
-        **identity(restored),
-        "data": combined.data.path or combined.data.kind,
-        "data_fingerprint": dataset.fingerprint,
-        **validation.metrics(losses),
-    }
+    data = {"data": combined.data.path or combined.data.kind, "data_fingerprint": dataset.fingerprint}
+    result = {**identity(restored), **data, **validation.metrics(losses)}
     if world.is_main:
         on = f"{described(restored)} on {result['data']} ({result['rows']} rows)"
         print(f"{on}: loss {result['loss']:.6f}  {measured(result, digits=6)}")
@@ -188,14 +184,8 @@ def on_translations(config: Config, overrides: Sequence[str]) -> int:
     assert isinstance(model, EncoderDecoder)
     texts, references = translated_pairs(model, tokenizer, pairs, world, own.beams or 1, own.length_penalty)
     if world.is_main:
-        result = {
-            **identity(restored),
-            "data": combined.data.path or combined.data.kind,
-            "pairs": len(pairs),
-            "beams": own.beams,
-            "length_penalty": own.length_penalty,
-            **scores(texts, references, own.moses),
-        }
+        result = {**identity(restored), "data": combined.data.path or combined.data.kind, "pairs": len(pairs)}
+        result |= {"beams": own.beams, "length_penalty": own.length_penalty, **scores(texts, references, own.moses)}
         print(
             f"{described(restored)} on {result['data']} ({len(pairs):,} pairs), {own.beams} beams: BLEU "
             f"{result['bleu']:.2f} of words, {result['sacrebleu']:.2f} by sacrebleu ({result['sacrebleu_signature']}), "

@@ -66,22 +66,15 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         models.append(_said(names[1], second))
     tokens, targets, *_ = (part.numpy() for part in validation.batch)
     pieces = pieces_of(dataset.tokenizer)
-    content = report(
-        models,
-        all_losses,
-        (tokens, targets),
-        validation.numbers,
-        _classes(dataset, combined, validation, pieces),
-        pieces,
-        own.show,
-        {
-            "command": command_of("probe", overrides),
-            "data": redacted(combined.data.path or combined.data.kind),
-            "data_fingerprint": dataset.fingerprint,
-            "rows_hash": validation.rows_hash,
-            "rows_evaluated": validation.n_rows,
-        },
-    )
+    classes = _classes(dataset, combined, validation, pieces)
+    about = {
+        "command": command_of("probe", overrides),
+        "data": redacted(combined.data.path or combined.data.kind),
+        "data_fingerprint": dataset.fingerprint,
+        "rows_hash": validation.rows_hash,
+        "rows_evaluated": validation.n_rows,
+    }
+    content = report(models, all_losses, (tokens, targets), validation.numbers, classes, pieces, own.show, about)
     print(summary(content))
     if own.out is not None:
         out = Path(own.out).expanduser()

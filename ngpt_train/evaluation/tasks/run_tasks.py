@@ -144,12 +144,8 @@ class Tasks:
     def __call__(self, model: Decoder, tokenizer: Tokenizer, world: World) -> TaskResults:
         """Evaluates `model`. The results are the same on every rank. A collective call."""
         os.environ["DISABLE_MULTIPROC"] = "1"  # processes of the harness would copy this one with its GPU and threads
-        with (
-            contextlib.redirect_stdout(_OtherThreads(sys.stdout)),
-            contextlib.redirect_stderr(_OtherThreads(sys.stderr)),
-            _infinite_perplexities(),
-        ):
-            adapter = Adapter(model, tokenizer, world)
+        out, err, adapter = _OtherThreads(sys.stdout), _OtherThreads(sys.stderr), Adapter(model, tokenizer, world)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), _infinite_perplexities():
             raw = evaluate(
                 adapter, self._loaded, bootstrap_iters=BOOTSTRAP, log_samples=True, confirm_run_unsafe_code=False
             )
