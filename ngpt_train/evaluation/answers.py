@@ -1,6 +1,6 @@
 """What a model answered to labelled examples, and the metrics of GLUE's tasks."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,7 @@ class Answers(NamedTuple):
 
             wanted = self.labels / MILLION
             constant = np.ptp(self.answers) == 0 or np.ptp(wanted) == 0
-            found = {"pearson": pearsonr, "spearman": spearmanr}
+            found: dict[str, Any] = {"pearson": pearsonr, "spearman": spearmanr}
             return {name: 0.0 if constant else float(f(wanted, self.answers).statistic) for name, f in found.items()}
         from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
