@@ -14,7 +14,7 @@ from ngpt_train.config.keys import AUTO
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config, TrainConfig, build
 from ngpt_train.config.stored import read_yaml, what_differs
-from ngpt_train.config.validate import check_leaf, check_leaves, show
+from ngpt_train.config.validate import check_leaf, check_leaves, mistake, show
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json
 from ngpt_train.data.tokenizers import read_tokenizer
@@ -110,10 +110,8 @@ def check_size(checkpoint: Path, model: ModelConfig) -> None:
         needed = f"a model of {n_params:,} parameters"
         if n_params <= sum(sizes):
             return
-    raise DataError(
-        f"{checkpoint / 'config.yaml'}: {needed}, but the checkpoint has {len(sizes):,} tensors of {sum(sizes):,} "
-        "numbers. Use another checkpoint."
-    )
+    has = f"{len(sizes):,} tensors of {sum(sizes):,} numbers"
+    raise DataError(f"{checkpoint / 'config.yaml'}: {needed}, but the checkpoint has {has}. Use another checkpoint.")
 
 
 def find_trained(verb: str, config: Config, overrides: Sequence[str], also_used: Collection[str] = ()) -> Trained:
@@ -136,10 +134,8 @@ def named(verb: str, key: str, value: str | None, own: Any) -> Trained:
     path = find_checkpoint(f"{verb}.{key}", value)
     stored = read_yaml(path / "config.yaml")
     if own.weights == "ema" and stored.optim.ema_decay is None:
-        raise ConfigError(
-            f"{verb}.weights=ema: the run of {path} keeps no moving average (optim.ema_decay=null)"
-            f"\n  Leave it out, try {verb}.average=K, or train a run with optim.ema_decay=0.999"
-        )
+        problem = f"{verb}.weights=ema: the run of {path} keeps no moving average (optim.ema_decay=null)"
+        raise mistake(problem, f"Leave it out, try {verb}.average=K, or train a run with optim.ema_decay=0.999")
     averaged = newest(f"{verb}.average", own.average, path, stored) if own.average > 1 else ()
     return Trained(path, stored, tuple(averaged), own.weights)
 
@@ -160,10 +156,8 @@ def check_overrides(
             for each in trained:
                 found = _value(each.config, key)
                 if value != AUTO and _value(config, key) != found:
-                    raise ConfigError(
-                        f"{override}: the checkpoint decides, and in {each.path} {key} is {found}"
-                        "\n  Leave it out, or name another checkpoint"
-                    )
+                    problem = f"{override}: the checkpoint decides, and in {each.path} {key} is {found}"
+                    raise mistake(problem, "Leave it out, or name another checkpoint")
         elif not used & {name, section}:
             unused.append(name)
     if unused:

@@ -16,7 +16,7 @@ from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.places import new_directory
 from ngpt_train.config.schema import Config, TokenizerConfig, build, schema_keys
 from ngpt_train.config.stored import read_yaml, write_yaml
-from ngpt_train.config.validate import any_of, check_leaf, flatten, show
+from ngpt_train.config.validate import any_of, check_leaf, flatten, mistake, show
 from ngpt_train.core.errors import ConfigError, DataError, in_one_line
 from ngpt_train.core.files import read_json, write_json
 from ngpt_train.data.tokenizers import MODEL_FILES, load_tokenizer, write_tokenizer
@@ -102,10 +102,9 @@ def _of_nvidia(path: Path, chosen: TokenizerConfig | None) -> Imported:
     keys, tensors, notes = read_nvidia(path)
     model = _model_config(keys)
     if chosen is None:
-        raise ConfigError(
-            f"{path}: a checkpoint of NVIDIA's code holds no tokenizer\n  Name the tokenizer of its training data, "
-            "such as tokenizer=gpt2, or tokenizer=sentencepiece tokenizer.path=FILE"
-        )
+        example = "such as tokenizer=gpt2, or tokenizer=sentencepiece tokenizer.path=FILE"
+        fix = f"Name the tokenizer of its training data, {example}"
+        raise mistake(f"{path}: a checkpoint of NVIDIA's code holds no tokenizer", fix)
     return Imported(_defaults(model), tensors, load_tokenizer(chosen), "a checkpoint of NVIDIA's code", None, notes)
 
 
@@ -157,11 +156,9 @@ def _fetched(source: str, revision: str | None) -> tuple[Path, str]:
     try:
         path = Path(snapshot_download(source, revision=revision, allow_patterns=FETCHED, ignore_patterns=IN_FOLDERS))
     except Exception as error:  # the library's own errors change with its version
-        at = "" if revision is None else f" at {revision}"
-        raise DataError(
-            f"import.source={source}: {source}{at} cannot be fetched from the hub ({in_one_line(error)}). Check the "
-            "name and the network, or name a directory with the model"
-        ) from None
+        problem = f"{source}{f' at {revision}' if revision else ''} cannot be fetched from the hub"
+        fix = "Check the name and the network, or name a directory with the model"
+        raise DataError(f"import.source={source}: {problem} ({in_one_line(error)}). {fix}") from None
     return path, path.name
 
 

@@ -170,10 +170,8 @@ def checked_lengths(weights: Tensors, path: Path) -> str:
 
     Raises DataError if a length is not 1.
     """
-    farthest = max((x.norm(dim=-1).sub(1).abs().max().item(), name) for name, x in weights.items() if x.ndim == 2)
-    if not farthest[0] < LONGEST:
-        raise DataError(
-            f"{path}: a row of {farthest[1]} has a length {farthest[0]:.2g} away from 1. train.py gives every row of "
-            "nGPT length 1 before it saves, so this is no checkpoint of it"
-        )
-    return f"{path}: rows have length 1 to {farthest[0]:.1e}, as stored; the first step of training makes it exact"
+    most, name = max((x.norm(dim=-1).sub(1).abs().max().item(), name) for name, x in weights.items() if x.ndim == 2)
+    if not most < LONGEST:
+        why = "train.py gives every row of nGPT length 1 before it saves, so this is no checkpoint of it"
+        raise DataError(f"{path}: a row of {name} has a length {most:.2g} away from 1. {why}")
+    return f"{path}: rows have length 1 to {most:.1e}, as stored; the first step of training makes it exact"

@@ -50,11 +50,9 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
         found.update(tensors)
     for name, tensor in found.items():
         if tensor.dtype not in FLOATS:
-            allowed = ", ".join(FLOATS.values())
-            raise DataError(
-                f"{directory}: {name} has the dtype {str(tensor.dtype).removeprefix('torch.')}; weights are in "
-                f"{allowed}. A quantised model cannot be imported: take the original model"
-            )
+            dtype, allowed = str(tensor.dtype).removeprefix("torch."), ", ".join(FLOATS.values())
+            problem = f"{directory}: {name} has the dtype {dtype}; weights are in {allowed}"
+            raise DataError(f"{problem}. A quantised model cannot be imported: take the original model")
     return {name: tensor.float() for name, tensor in found.items()}
 
 
@@ -71,18 +69,15 @@ def _files(directory: Path) -> Mapping[str, set[str] | None]:
                 raise DataError(f"{path} is damaged: {name} is in {file!r}, which is no file beside it")
             files.setdefault(file, set()).add(name)
         if missing := [file for file in files if not (directory / file).is_file()]:
-            raise DataError(
-                f"{directory}: {missing[0]} is missing, which {INDEX} names ({len(missing)} of {len(files)} shards "
-                "are). Copy it again"
-            )
+            shards = f"{len(missing)} of {len(files)} shards are"
+            raise DataError(f"{directory}: {missing[0]} is missing, which {INDEX} names ({shards}). Copy it again")
         return files
     if (directory / ONE_FILE).is_file():
         return {ONE_FILE: None}
     if pickles := sorted(path.name for pattern in PICKLES for path in directory.glob(pattern)):
-        raise DataError(
-            f"{directory}: has {pickles[0]} and no {ONE_FILE}. Reading such a file may execute code in it. "
-            "Save the model with save_pretrained(DIR) of transformers, which writes safetensors"
-        )
+        problem = f"{directory}: has {pickles[0]} and no {ONE_FILE}. Reading such a file may execute code in it"
+        fix = "Save the model with save_pretrained(DIR) of transformers, which writes safetensors"
+        raise DataError(f"{problem}. {fix}")
     raise DataError(f"{directory}: there is no {ONE_FILE} and no {INDEX}")
 
 

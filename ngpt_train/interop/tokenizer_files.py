@@ -68,10 +68,8 @@ def tokenizer_of(directory: Path, config_json: Mapping[str, Any]) -> tuple[Token
     elif (path := directory / OF_SENTENCEPIECE).is_file():
         tokenizer = SentencePieceTokenizer(_content(path), str(path))
     else:
-        raise DataError(
-            f"{directory}: there is no tokenizer: neither {OWN}/, nor {OF_TRANSFORMERS}, nor {OF_SENTENCEPIECE}. Copy "
-            "the model's tokenizer into it"
-        )
+        problem = f"there is no tokenizer: neither {OWN}/, nor {OF_TRANSFORMERS}, nor {OF_SENTENCEPIECE}"
+        raise DataError(f"{directory}: {problem}. Copy the model's tokenizer into it")
     bos = config_json.get("bos_token_id")
     if bos in (None, tokenizer.eos):
         return tokenizer, []
@@ -100,10 +98,8 @@ def _eos(directory: Path, config_json: Mapping[str, Any]) -> str | int:
         return named
     if type(number) is int:
         return number
-    raise DataError(
-        f"{directory}: which token ends a text? tokenizer_config.json has no eos_token, and eos_token_id of "
-        "config.json is no number. Write one of them"
-    )
+    problem = "tokenizer_config.json has no eos_token, and eos_token_id of config.json is no number"
+    raise DataError(f"{directory}: which token ends a text? {problem}. Write one of them")
 
 
 class NoCounterpartError(Exception):

@@ -119,10 +119,8 @@ def check_logits(
     n, length = rows.shape
     name = type(exported).__name__
     if not with_ours.largest <= TOLERANCE * with_ours.scale:
-        raise NumericalError(
-            f"export: the logits of {name} differ by {with_ours}; rounding explains {TOLERANCE:g} of the largest. "
-            "Nothing was exported: please report this"
-        )
+        problem = f"the logits of {name} differ by {with_ours}; rounding explains {TOLERANCE:g} of the largest"
+        raise NumericalError(f"export: {problem}. Nothing was exported: please report this")
     read = f"{n} rows of {length} random ids in fp32"
     if isinstance(config, GPTConfig):
         float_weights = {key: weight.float() for key, weight in weights.items()}

@@ -96,15 +96,12 @@ def _measured(
 def _check_same(names: Sequence[str], first: Restored, second: Restored) -> None:
     """Raises DataError unless both models take the same ids and rows."""
     if tokenizer_identity(first.tokenizer) != tokenizer_identity(second.tokenizer):
-        raise DataError(
-            f"probe: {names[0]} has the tokenizer {first.tokenizer.name}, {names[1]} has {second.tokenizer.name}; the "
-            "losses of their tokens cannot be put beside each other. Probe them one by one"
-        )
+        problem = f"{names[0]} has the tokenizer {first.tokenizer.name}, {names[1]} has {second.tokenizer.name}"
+        why = "the losses of their tokens cannot be put beside each other"
+        raise DataError(f"probe: {problem}; {why}. Probe them one by one")
     if first.config.model.context != second.config.model.context:
-        raise DataError(
-            f"probe: {names[0]} has model.context={first.config.model.context}, {names[1]} "
-            f"{second.config.model.context}; rows of one length are needed. Probe them one by one"
-        )
+        problem = f"{names[0]} has model.context={first.config.model.context}, {names[1]} {second.config.model.context}"
+        raise DataError(f"probe: {problem}; rows of one length are needed. Probe them one by one")
 
 
 def _said(name: str, restored: Restored) -> dict[str, Any]:

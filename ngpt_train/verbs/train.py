@@ -114,9 +114,8 @@ def with_first_commits(config: Config, stored: Config) -> Config:
     data = with_commits(config.data, commits_of(stored.data))
     for name, commit in commits_of(data).items():
         if commit != (configured := commits_of(config.data)[name]):
-            logger.info(
-                "data.revision=%s%s: the run goes on with %s, as it began", configured, name and f" of {name}", commit
-            )
+            named = f"{configured} of {name}" if name else configured
+            logger.info("data.revision=%s: the run goes on with %s, as it began", named, commit)
     return replace(config, data=data)
 
 
@@ -142,10 +141,8 @@ def with_vocabulary(config: Config, data: Dataset) -> Config:
     if config.model.vocab_size == AUTO:
         return replace(config, model=replace(config.model, vocab_size=needed))
     if int(config.model.vocab_size) < needed:
-        raise DataError(
-            f"model.vocab_size={config.model.vocab_size}: with {data.tokenizer.name} there are {needed} ids. "
-            f"Use model.vocab_size=auto, or at least {needed}."
-        )
+        problem = f"model.vocab_size={config.model.vocab_size}: with {data.tokenizer.name} there are {needed} ids"
+        raise DataError(f"{problem}. Use model.vocab_size=auto, or at least {needed}.")
     return config
 
 

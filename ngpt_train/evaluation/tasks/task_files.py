@@ -28,7 +28,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._factory import TaskFactory
 from lm_eval.tasks._index import Entry
 
-from ngpt_train.config.validate import did_you_mean, nearest
+from ngpt_train.config.validate import did_you_mean, mistake, nearest
 from ngpt_train.core.errors import ConfigError, DataError, in_one_line
 from ngpt_train.core.files import json_lines
 
@@ -57,10 +57,9 @@ def load_tasks(names: Sequence[str], directory: str | None) -> tuple[dict[str, A
         if manager is None:
             known = [*harness.folders_by_name, *own_names]
             where = f", nor is there a file of that name in {directory}" if own is not None else ""
-            raise ConfigError(
-                f"tasks=[{','.join(names)}]: lm-evaluation-harness has no {name}{where}"
-                f"{did_you_mean(nearest(name, known))}\n  `lm-eval ls tasks` lists its tasks"
-            )
+            near = did_you_mean(nearest(name, known))
+            problem = f"tasks=[{','.join(names)}]: lm-evaluation-harness has no {name}{where}{near}"
+            raise mistake(problem, "`lm-eval ls tasks` lists its tasks")
     for name in names:
         theirs = managers.get(name)
         if theirs is None:
@@ -148,10 +147,8 @@ class OwnTasks:
             raise DataError(f"eval.tasks_path={directory}: no such directory")
         for path in directory.rglob("*"):
             if path.exists() and not (path.is_file() or path.is_dir()):
-                raise DataError(
-                    f"eval.tasks_path={directory}: {path} is a pipe, a socket or a device, and reading it may hang; "
-                    "remove it, or name another directory"
-                )
+                problem = f"{path} is a pipe, a socket or a device, and reading it may hang"
+                raise DataError(f"eval.tasks_path={directory}: {problem}; remove it, or name another directory")
         try:
             self.manager = TaskManager(include_path=str(directory), include_defaults=False)
         except Exception as error:  # a YAML file can cause any error in the harness
