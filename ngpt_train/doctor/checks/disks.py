@@ -261,8 +261,8 @@ def _speed_of_saves(answer: Answer, checkpoint_bytes: int) -> Iterator[Finding]:
     if not speed or not speed["bytes"]:
         return
     seconds = checkpoint_bytes / speed["write"]
-    found = f"writes {gb(speed['write'])}/s, reads {gb(speed['read'])}/s (on one rank): {seconds:.3g} s for a "
-    found += f"checkpoint of {gb(checkpoint_bytes)}"
+    found = f"writes {gb(speed['write'])}/s, reads {gb(speed['read'])}/s (on one rank)"
+    found += f": {seconds:.3g} s for a checkpoint of {gb(checkpoint_bytes)}"
     remedy = "take a faster file system for run.root, or raise checkpoint.every"
     yield Finding("disk speed", found, WARNING if seconds > SLOW_SAVE else OK, remedy)
 
