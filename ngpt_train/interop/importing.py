@@ -70,8 +70,7 @@ def read_model(source: str, revision: str | None, tokenizer: TokenizerConfig | N
         raise ConfigError(f"tokenizer={tokenizer.kind}: {source} has its own tokenizer\n  Leave it out")
     try:
         imported = _of_nvidia(path, tokenizer) if path.is_file() else _of_directory(path, commit)
-        ids, known = imported.config.model.vocab_size, imported.tokenizer.vocab_size
-        assert isinstance(ids, int)
+        ids, known = int(imported.config.model.vocab_size), imported.tokenizer.vocab_size
         if ids < known:
             raise DataError(f"the tokenizer has {known} ids, the model {ids}. It is not the tokenizer of this model")
         return imported
@@ -81,9 +80,8 @@ def read_model(source: str, revision: str | None, tokenizer: TokenizerConfig | N
 
 def _of_directory(path: Path, commit: str | None) -> Imported:
     if not (path / "config.json").is_file():
-        is_run = (path / "config.yaml").is_file() and (path / "checkpoints").is_dir()
         fix = "Name the directory of one, or ckpt.pt"
-        if is_run:
+        if (path / "config.yaml").is_file() and (path / "checkpoints").is_dir():
             fix = "It is a run already: name it in evaluate, generate, analyze, export or run.init_from"
         raise DataError(f"{path} has no config.json, so it is no model of `export` or save_pretrained\n  {fix}")
     config_json = read_json(path / "config.json")
@@ -109,12 +107,13 @@ def _of_nvidia(path: Path, chosen: TokenizerConfig | None) -> Imported:
 
 
 def _layout_of(config_json: Mapping[str, Any]) -> str:
-    note = config_json.get(NOTE)
-    found = note.get("layout") if isinstance(note, dict) else config_json.get("model_type")
+    note, key = config_json.get(NOTE), "model_type"
+    found = config_json.get(key)
+    if isinstance(note, dict):
+        key, found = f"{NOTE}.layout", note.get("layout")
     name = ALSO.get(found, found) if isinstance(found, str) else None
     if name in LAYOUTS:
         return name
-    key = f"{NOTE}.layout" if isinstance(note, dict) else "model_type"
     problem = f"config.json: {key}={show(found)} is not {any_of([*LAYOUTS, *ALSO])}"
     raise DataError(f"{problem}. This model cannot be imported")
 
@@ -181,9 +180,8 @@ def write_run(imported: Imported, source: str, out: Path) -> Path:
         progress = {"step": 0, "tokens": 0, "train_seconds": 0.0, "world_size": 1, "data": {}}
         n_bytes = SPARE + sum(value.nbytes for value in tensors.values())
         world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
-        Checkpoints(work / "checkpoints", world, keep_last=1, keep_every=None).write(
-            Snapshot(0, pieces, n_bytes, progress, add_files, loss=None), world
-        )
+        snapshot = Snapshot(0, pieces, n_bytes, progress, add_files, loss=None)
+        Checkpoints(work / "checkpoints", world, keep_last=1, keep_every=None).write(snapshot, world)
         write_json(work / "run.json", {"starts": [_start(imported, source, n_params)], "saved": 0})
         write_yaml(config, work / "config.yaml")
     return out

@@ -41,9 +41,15 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
 
     Raises DataError for missing or damaged files, pickles, and other dtypes.
     """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     found: dict[str, Tensor] = {}
     for file, names in _files(directory).items():
-        tensors = _read_file(directory / file)
+        try:
+            tensors = load_file(directory / file)
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
+            raise DataError(f"{directory / file} cannot be read: {in_one_line(error)}. Copy it again") from None
         if names is not None and names != tensors.keys():
             differing = f"only one of them has {min(names ^ tensors.keys())}"
             raise DataError(f"{directory / INDEX} does not fit {file}: {differing}. Copy both again")
@@ -79,13 +85,3 @@ def _files(directory: Path) -> Mapping[str, set[str] | None]:
         fix = "Save the model with save_pretrained(DIR) of transformers, which writes safetensors"
         raise DataError(f"{problem}. {fix}")
     raise DataError(f"{directory}: there is no {ONE_FILE} and no {INDEX}")
-
-
-def _read_file(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise DataError(f"{path} cannot be read: {in_one_line(error)}. Copy it again") from None

@@ -46,10 +46,7 @@ class Layout:
         return {name: weight.contiguous() for name, weight in weights.items()}
 
     def from_foreign(self, config_json: Json, weights: Tensors) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The inverse: model.* keys such as {"name": "gpt", "d_model": 64}, and canonical weights.
-
-        Raises ConfigError or DataError if keys or weights do not fit.
-        """
+        """The inverse: keys of model.*, such as "d_model", and canonical weights. Raises ConfigError or DataError."""
         keys = config_json[NOTE].get("model")
         if isinstance(keys, dict):
             return keys, dict(weights)
@@ -74,10 +71,7 @@ def checked_config(keys: Mapping[str, Any], schema: type[Keys], place: str) -> K
 
 
 def empty_model(config: ModelConfig, found: Tensors) -> Decoder:
-    """The config's model without values, on the device meta.
-
-    Raises DataError if the tensors `found` are fewer than the blocks: a forged config would take all memory.
-    """
+    """The config's model without values, on the device meta. Raises as `check_layers`."""
     check_layers(config.n_layers, found)
     with torch.device("meta"):
         return build_model(config)
@@ -99,12 +93,13 @@ def turned(name: str, weight: Tensor) -> Tensor:
 
 
 def turned_shapes(config: ModelConfig, found: Tensors) -> dict[str, tuple[int, ...]]:
-    """The shape of each weight as other programs store it, by canonical name. Raises as `empty_model`."""
+    """The shape of each weight as other programs store it, by canonical name. Raises as `check_layers`."""
     shapes = shapes_of(empty_model(config, found))
     return {name: shape[::-1] if is_turned(name) else shape for name, shape in shapes.items()}
 
 
 def check_layers(n_layers: int, found: Tensors) -> None:
+    """Raises DataError if the tensors `found` are fewer than the layers: a forged config would take all memory."""
     if n_layers > len(found):
         raise DataError(f"a model of {n_layers:,} layers, but there are {len(found):,} tensors")
 
