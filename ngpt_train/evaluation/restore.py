@@ -96,10 +96,7 @@ class Restored(Trained):
 
 
 def check_size(checkpoint: Path, model: ModelConfig) -> None:
-    """Raises DataError if the checkpoint's tensors are too few for the config.
-
-    Otherwise a forged config could take all memory before its tensors are compared.
-    """
+    """Raises DataError if the checkpoint's tensors are too few for the config: a forged one could take all memory."""
     if model.vocab_size == AUTO:
         raise DataError(f"{checkpoint / 'config.yaml'}: model.vocab_size=auto, but a checkpoint has its number")
     sizes = open_tensors(checkpoint).sizes()
@@ -143,10 +140,7 @@ def named(verb: str, key: str, value: str | None, own: Any) -> Trained:
 def check_overrides(
     verb: str, trained: Sequence[Trained], config: Config, overrides: Sequence[str], also_used: Collection[str]
 ) -> None:
-    """Raises ConfigError for an override that contradicts a checkpoint. The log names unused overrides.
-
-    For the arguments see `find_trained`.
-    """
+    """Raises ConfigError for an override that contradicts a checkpoint; logs unused ones. Arguments: `find_trained`."""
     used, unused = {verb, "experiment", *USED, *also_used}, []
     for override in overrides:
         name, _, value = (part.strip() for part in override.partition("="))

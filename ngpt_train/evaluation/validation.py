@@ -137,10 +137,7 @@ class Validation:
                     yield index, loss
 
     def _chunk(self, index: int, device: torch.device) -> list[Tensor]:
-        """Tokens, targets and document ids of a chunk, each `(chunk, context)` int64.
-
-        The last chunk is filled up with rows of ignored targets.
-        """
+        """Tokens, targets and document ids `(chunk, context)`; the last chunk is filled up with ignored targets."""
         own = [part[index * self.chunk : (index + 1) * self.chunk] for part in self.batch]
         missing = (0, 0, 0, self.chunk - len(own[0]))
         return [F.pad(x, missing, value=fill).to(device) for x, fill in zip(own, (0, IGNORED, 0), strict=False)]

@@ -109,12 +109,11 @@ class Adapter(TemplateLM):
 
         Every rank makes forward passes until all are done, because FSDP2 gathers weights in each.
         """
-        context, options = request.args
-        options = normalize_gen_kwargs(options, MOST_NEW_TOKENS)
+        context, asked = request.args
+        options = normalize_gen_kwargs(asked, MOST_NEW_TOKENS)
         if options["do_sample"]:
-            raise mistake(
-                f"tasks: {request.task_name} samples, and here the most likely token is taken", "Leave it out"
-            )
+            problem = f"{request.task_name} samples, and here the most likely token is taken"
+            raise mistake(f"tasks: {problem}", "Leave it out")
         stops = handle_stop_sequences(options["until"], eos=None)
         room = MOST_NEW_TOKENS if self._source else self.max_length - options["max_gen_toks"]
         if room < 1:

@@ -25,6 +25,7 @@ from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.sections.records import EvalConfig
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import write_atomically
+from ngpt_train.core.recorded import finite
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.tasks.adapter import Adapter
@@ -74,8 +75,8 @@ class TaskResults:
     def as_json(self) -> dict[str, Any]:
         """For evaluate.out. A number that is not finite becomes null."""
         left_out = {"left_out": self.left_out} if self.left_out else {}
-        tasks = {name: _finite(of_task) for name, of_task in self.tasks.items()}
-        return {**_finite(self.mean()), "tasks": tasks, "harness": version("lm_eval"), **left_out}
+        tasks = {name: finite(of_task) for name, of_task in self.tasks.items()}
+        return {**finite(self.mean()), "tasks": tasks, "harness": version("lm_eval"), **left_out}
 
     def lines(self) -> list[str]:
         """A line for each task, and one for the mean."""
@@ -193,10 +194,6 @@ def _numbers(results: Mapping[str, Any]) -> dict[str, float]:
 def _short(value: float) -> str:
     """Four decimals; four digits for huge perplexities."""
     return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
-
-
-def _finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
 
 
 class _OtherThreads(io.TextIOBase):

@@ -115,10 +115,7 @@ class Harness:
 
     @functools.cached_property
     def folders_by_name(self) -> dict[str, set[Path]]:
-        """The folders of each task, group or tag, by its name; some words in it are no names.
-
-        Reads the files as text, which takes two seconds.
-        """
+        """The folders of each task, group or tag, by its name; some words in it are no names. Takes two seconds."""
         found: dict[str, set[Path]] = {}
         # Templates have tags, too. Their names have no ending, or one such as template_yaml.
         for folder, _, files in os.walk(self.root):
