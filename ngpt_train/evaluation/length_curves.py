@@ -156,10 +156,7 @@ def _add(model: Decoder, ids: Tensor, cut: list[Window], n_bytes: Tensor, sums: 
 
 
 def plot_lengths(curves: Sequence[Curve], trained: int, title: str, path: Path) -> None:
-    """Writes a picture of the perplexity: left over the context, as figure 13 of the nGPT paper, right over positions.
-
-    A line marks `trained`, which is model.context.
-    """
+    """Draws perplexity over the context (figure 13 of the nGPT paper) and over positions; a line marks `trained`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.2), dpi=120, layout="constrained")
