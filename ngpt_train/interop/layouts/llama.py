@@ -168,14 +168,14 @@ def model_keys(config_json: Json, model_type: str, qk_norm: bool) -> dict[str, A
     if activation not in ACTIVATIONS:
         raise refused(config_json, "hidden_act", f"GPT has {' and '.join(ACTIVATIONS)}")
     d_model, n_heads = (integer(config_json, key) for key in ("hidden_size", "num_attention_heads"))
-    if d_model % n_heads or (d_model // n_heads) % 2:
+    d_head = d_model // n_heads
+    if d_model % n_heads or d_head % 2:
         raise refused(config_json, "num_attention_heads", f"hidden_size={d_model} has no such heads of an even width")
     n_kv_heads = config_json.get("num_key_value_heads") or n_heads
     if type(n_kv_heads) is not int or n_kv_heads < 1 or n_heads % n_kv_heads:
         raise refused(config_json, "num_key_value_heads", f"a divisor of num_attention_heads={n_heads}")
-    if (config_json.get("head_dim") or d_model // n_heads) != d_model // n_heads:
-        width = f"GPT has hidden_size / num_attention_heads, {d_model // n_heads}, alone"
-        raise refused(config_json, "head_dim", width)
+    if (config_json.get("head_dim") or d_head) != d_head:
+        raise refused(config_json, "head_dim", f"GPT has hidden_size / num_attention_heads, {d_head}, alone")
     tied = config_json.get("tie_word_embeddings", False)
     if not isinstance(tied, bool):
         raise refused(config_json, "tie_word_embeddings", "true or false")
@@ -265,8 +265,8 @@ def logits_of_transformers(weights: Tensors, config: GPTConfig, tokens: Tensor) 
     def in_pairs(rows: Tensor) -> Tensor:
         return to_half(rows, d_head) if config.rope_layout == "interleaved" else rows
 
-    def norm(x: Tensor, gain: str) -> Tensor:
-        return weights[gain] * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.norm_eps))
+    def norm(x: Tensor, gain: Tensor) -> Tensor:
+        return gain * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.norm_eps))
 
     h = F.embedding(tokens, weights["embedding"])  # (B, T, d_model)
     for layer in (f"layers.{i}" for i in range(config.n_layers)):
@@ -275,20 +275,19 @@ def logits_of_transformers(weights: Tensors, config: GPTConfig, tokens: Tensor) 
             w = weights[f"{layer}.w{name}"]
             x = F.linear(x, in_pairs(w) if name != "v" else w).unflatten(-1, (-1, d_head))
             if config.qk_norm and name != "v":
-                gain = in_pairs(weights[f"{layer}.{name}_norm"])
-                x = gain * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.norm_eps))
+                x = norm(x, in_pairs(weights[f"{layer}.{name}_norm"]))
             x = x.transpose(1, 2)  # (B, H, T, D)
             return x if name == "v" else x * cos + torch.cat((-x[..., d_head // 2 :], x[..., : d_head // 2]), -1) * sin
 
-        x = norm(h, f"{layer}.norm_attn")
+        x = norm(h, weights[f"{layer}.norm_attn"])
         q, k, v = (heads(x, name) for name in "qkv")
         grouped = n_kv_heads < config.n_heads
         x = F.scaled_dot_product_attention(q, k, v, is_causal=len(x[0]) > 1, scale=d_head**-0.5, enable_gqa=grouped)
         h = h + F.linear(x.transpose(1, 2).flatten(2), weights[f"{layer}.wo"].T.contiguous())
-        x = norm(h, f"{layer}.norm_mlp")
+        x = norm(h, weights[f"{layer}.norm_mlp"])
         hidden = act(F.linear(x, weights[f"{layer}.w_v"])) * F.linear(x, weights[f"{layer}.w_u"])
         h = h + F.linear(hidden, weights[f"{layer}.w_down"].T.contiguous())
-    return F.linear(norm(h, "norm_final"), weights["embedding" if config.tied_embeddings else "output"])
+    return F.linear(norm(h, weights["norm_final"]), weights["embedding" if config.tied_embeddings else "output"])
 
 
 def angles(length: int, d_head: int, base: float) -> tuple[Tensor, Tensor]:
