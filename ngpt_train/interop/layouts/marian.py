@@ -73,24 +73,18 @@ class MarianLayout(FormLayout):
 
     def names(self, config: ModelConfig) -> dict[str, str]:
         assert isinstance(config, ComposedEncoderDecoderConfig)
-        stacks = {
-            "encoder": (config.n_encoder_layers or config.n_layers, "encoder", OF_BLOCK),
-            "layers": (config.n_layers, "decoder", OF_BLOCK | OF_CROSS),
-        }
-        return {"embedding": "model.shared.weight"} | {
-            f"{ours}.{i}.{part}": f"model.{theirs}.layers.{i}.{place}"
-            for ours, (n, theirs, parts) in stacks.items()
-            for i in range(n)
-            for part, place in parts.items()
-        }
+        found = {"embedding": "model.shared.weight"}
+        for i in range(config.n_encoder_layers or config.n_layers):
+            found |= {f"encoder.{i}.{part}": f"model.encoder.layers.{i}.{at}" for part, at in OF_BLOCK.items()}
+        for i in range(config.n_layers):
+            parts = OF_BLOCK | OF_CROSS
+            found |= {f"layers.{i}.{part}": f"model.decoder.layers.{i}.{at}" for part, at in parts.items()}
+        return found
 
     def constants(self, config: ModelConfig, embedding: Tensor) -> dict[str, Tensor]:
         table = sinusoids(config.context // 2, config.d_model, embedding.device).to(embedding.dtype)
-        return {
-            "final_logits_bias": torch.zeros_like(embedding[:, :1].T),
-            "model.encoder.embed_positions.weight": table,
-            "model.decoder.embed_positions.weight": table.clone(),
-        }
+        tables = {f"model.{of}.embed_positions.weight": table.clone() for of in ("encoder", "decoder")}
+        return {"final_logits_bias": torch.zeros_like(embedding[:, :1].T), **tables}
 
     def config_json(self, config: ModelConfig) -> dict[str, Any]:
         return super().config_json(config) | {"max_position_embeddings": config.context // 2}
