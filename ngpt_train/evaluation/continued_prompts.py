@@ -91,8 +91,7 @@ class Texts:
             return coming[number].stopped
 
         more = [replace(rows[0], end="length") for _ in range(n_rows - len(rows))] if self.compiled else []
-        vocabulary = self.tokenizer.eos, self.tokenizer.vocab_size
-        continue_rows(self.reader, [*rows, *more], self.config, *vocabulary, stops)
+        continue_rows(self.reader, [*rows, *more], self.config, self.tokenizer, stops)
         for text in coming:
             rest = text.end()
             if show is not None:

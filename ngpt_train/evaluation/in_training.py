@@ -115,7 +115,7 @@ def sampling_of(config: Config, tokenizer: Tokenizer) -> Callable[[TrainState], 
             for _ in range(config.generate.most_sampled):
                 logits = state.model.next_token_logits(row.prompt, row.prompt.new_tensor(row.new)).cpu()
                 if row.end is None and logits.isfinite().all():
-                    row.add(logits, config.generate, tokenizer.eos, tokenizer.vocab_size)
+                    row.add(logits, config.generate, tokenizer)
         whole, given = tokenizer.decode([*ids, *row.new]), tokenizer.decode(ids)
         return {"prompt": given, "text": whole.removeprefix(given)}
 

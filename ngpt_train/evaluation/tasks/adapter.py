@@ -46,7 +46,6 @@ class Adapter(TemplateLM):
         super().__init__()
         self.model, self.world, self._tokenizer = model, world, tokenizer
         self._source = model.config.source_length(model.config.context)
-        self._device = world.device
 
     @property
     def eot_token_id(self) -> int:
