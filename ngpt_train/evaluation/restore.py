@@ -81,9 +81,7 @@ class Restored(Trained):
 
     def generate(self, prompt: str, **options: Any) -> str:
         """Continues a prompt. options: keys of `generate` from OPTIONS, such as max_new_tokens=50, temperature=0.
-
-        Raises ConfigError for another key or a wrong value, and for a model that continues no text.
-        """
+        Raises ConfigError for another key or a wrong value, and for a model that continues no text."""
         if problem := self.config.model.refuses_text():
             raise ConfigError(f"{self.path}: {problem}")
         keys = {name: key for name, key in all_keys().items() if name in OPTIONS}
@@ -124,10 +122,8 @@ def find_trained(verb: str, config: Config, overrides: Sequence[str], also_used:
 
 
 def named(verb: str, key: str, value: str | None, own: Any) -> Trained:
-    """Finds the checkpoint of `<verb>.<key>=<value>`. own: the verb's section, for `average` and `weights`.
-
-    Raises DataError without a checkpoint, or with too few for an average; ConfigError without a moving average.
-    """
+    """Finds the checkpoint of `<verb>.<key>=<value>`. own: the verb's section, for `average` and `weights`. Raises
+    DataError without a checkpoint, or with too few for an average; ConfigError without a moving average."""
     path = find_checkpoint(f"{verb}.{key}", value)
     stored = read_yaml(path / "config.yaml")
     if own.weights == "ema" and stored.optim.ema_decay is None:
@@ -178,10 +174,8 @@ def restore_here(run: str | Path, device: str) -> Restored:
 
 
 def restore(trained: Trained, config: Config, world: World) -> Restored:
-    """Loads the model of a checkpoint, unsharded, on this rank's device, with kernels and precision of `config`.
-
-    A collective call. Raises DataError if the checkpoint is damaged, ConfigError if the kernels cannot run.
-    """
+    """Loads the model of a checkpoint, unsharded, on this rank's device, with kernels and precision of `config`. A
+    collective call. Raises DataError if the checkpoint is damaged, ConfigError if the kernels cannot run."""
     path = trained.path
     check_size(path, trained.config.model)
     check_weights_fit(path, trained.config.model, world.device)
@@ -205,11 +199,8 @@ def restore(trained: Trained, config: Config, world: World) -> Restored:
 
 
 def newest(key: str, n: int, last: Path, config: Config) -> list[Path]:
-    """The `n` newest checkpoints of a run up to `last`, the oldest first.
-
-    key: the name in messages. config: of `last`. Raises DataError if there are fewer, or if a config or tokenizer
-    differs, as in a directory of several runs.
-    """
+    """The `n` newest checkpoints of a run up to `last`, the oldest first. key: the name in messages. config: of `last`.
+    Raises DataError if there are fewer, or if a config or tokenizer differs, as in a directory of several runs."""
     last = last.resolve()  # it may be `.` or a link
     there = list_checkpoints(last.parent)
     if last not in there:

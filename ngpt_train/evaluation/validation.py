@@ -144,10 +144,8 @@ class Validation:
 
 
 class Evaluations:
-    """Validates a model on rows of a split: at model.context, and at each of eval.contexts.
-
-    Raises DataError if the split is shorter than a row of a context.
-    """
+    """Validates a model on rows of a split: at model.context, and at each of eval.contexts. Raises DataError if the
+    split is shorter than a row of a context."""
 
     def __init__(self, tokens: Tokens, tokenizer: Tokenizer, config: Config) -> None:
         self.config = config
@@ -250,10 +248,8 @@ class RowFiles:
                 path.unlink()
 
     def write(self, step: int, losses: Mapping[int, RowLosses]) -> None:
-        """Writes the files of a step, unless it has a record: a resumed run may repeat a validation.
-
-        Raises DataError if they cannot be written.
-        """
+        """Writes the files of a step, unless it has a record: a resumed run may repeat a validation. Raises DataError
+        if they cannot be written."""
         if step in self._recorded:
             return
         try:

@@ -33,10 +33,8 @@ METRICS = ("loss", "ppl", "bits_per_byte")
 
 
 def export(restored: Restored, own: ExportConfig, layout: Layout, say: Callable[[str], object]) -> Path:
-    """Writes export.out, complete or not at all; returns it. say: called with each sentence of the output.
-
-    Raises ConfigError or DataError if it cannot be written, NumericalError if the written model differs.
-    """
+    """Writes export.out, complete or not at all; returns it. say: called with each sentence of the output. Raises
+    ConfigError or DataError if it cannot be written, NumericalError if the written model differs."""
     assert own.out is not None
     out = Path(own.out).expanduser()
     try:

@@ -53,10 +53,8 @@ class Imported:
 
 
 def read_model(source: str, revision: str | None, tokenizer: TokenizerConfig | None = None) -> Imported:
-    """The model of import.source. tokenizer: for a checkpoint of NVIDIA's, which has none.
-
-    Raises ConfigError or DataError if it cannot be read or its parts do not fit.
-    """
+    """The model of import.source. tokenizer: for a checkpoint of NVIDIA's, which has none. Raises ConfigError or
+    DataError if it cannot be read or its parts do not fit."""
     path, commit = Path(source).expanduser(), None
     if not path.exists() and ON_HUB.fullmatch(source):
         path, commit = _fetched(source, revision)
@@ -162,10 +160,8 @@ def _fetched(source: str, revision: str | None) -> tuple[Path, str]:
 
 
 def write_run(imported: Imported, source: str, out: Path) -> Path:
-    """Writes config.yaml, run.json and checkpoints/step_00000000 into `out`, all or nothing; returns it.
-
-    Raises DataError if the tensors do not fit the model, or cannot be written.
-    """
+    """Writes config.yaml, run.json and checkpoints/step_00000000 into `out`, all or nothing; returns it. Raises
+    DataError if the tensors do not fit the model, or cannot be written."""
     n_params = check_weights(imported, source)
     config = config_of_run(imported, out)
     with new_directory("import.out", out) as work:

@@ -166,10 +166,8 @@ def parts(arguments: Mapping[str, Any]) -> Iterator[Part]:
 
 
 def checked_lengths(weights: Tensors, path: Path) -> str:
-    """A sentence about the lengths of rows. train.py normalises rows after each step, mostly in bf16.
-
-    Raises DataError if a length is not 1.
-    """
+    """A sentence about the lengths of rows. train.py normalises rows after each step, mostly in bf16. Raises DataError
+    if a length is not 1."""
     most, name = max((x.norm(dim=-1).sub(1).abs().max().item(), name) for name, x in weights.items() if x.ndim == 2)
     if not most < LONGEST:
         why = "train.py gives every row of nGPT length 1 before it saves, so this is no checkpoint of it"

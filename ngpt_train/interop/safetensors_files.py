@@ -17,10 +17,8 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")  # reading one may execute its co
 
 
 def write_tensors(directory: Path, tensors: Mapping[str, Tensor], most_bytes: float) -> list[str]:
-    """Writes model.safetensors or, above `most_bytes`, shards and their index. Returns the names of the files.
-
-    A tensor is never split, so a shard may be larger. Raises DataError if a file cannot be written, as on a full disk.
-    """
+    """Writes model.safetensors or, above `most_bytes`, shards and their index. Returns the names of the files. A tensor
+    is never split, so a shard may be larger. Raises DataError if a file cannot be written, as on a full disk."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -37,10 +35,8 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor], most_bytes: fl
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a directory, in fp32, which is exact for bf16 and fp16. Executes no code.
-
-    Raises DataError for missing or damaged files, pickles, and other dtypes.
-    """
+    """All tensors of a directory, in fp32, which is exact for bf16 and fp16. Executes no code. Raises DataError for
+    missing or damaged files, pickles, and other dtypes."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

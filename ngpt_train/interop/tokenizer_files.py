@@ -107,10 +107,8 @@ class NoCounterpartError(Exception):
 
 
 def tokenizer_json(tokenizer: Tokenizer, eos_in_front: bool) -> tuple[Json, str]:
-    """The content of tokenizer.json, and the name of the end-of-text token.
-
-    eos_in_front: adds this token in front of a text, as for a decoder. Raises NoCounterpartError.
-    """
+    """The content of tokenizer.json, and the name of the end-of-text token. eos_in_front: adds this token in front of a
+    text, as for a decoder. Raises NoCounterpartError."""
     content, eos = _COUNTERPARTS[tokenizer.kind](tokenizer)
     template = [{"SpecialToken": {"id": eos, "type_id": 0}}] if eos_in_front else []
     first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")

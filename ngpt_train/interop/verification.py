@@ -95,10 +95,8 @@ def _same(found: Tensors, wanted: Tensors, problem: str) -> None:
 def check_logits(
     directory: Path, layout: Layout, model: torch.nn.Module, weights: Tensors, rows: Tensor, dtype: torch.dtype
 ) -> Iterator[str]:
-    """Loads the directory with transformers, and compares its logits with ours. Yields sentences of the output.
-
-    model: ours, with rounded weights. Raises NumericalError if the difference is more than rounding.
-    """
+    """Loads the directory with transformers, and compares its logits with ours. Yields sentences of the output. model:
+    ours, with rounded weights. Raises NumericalError if the difference is more than rounding."""
     if find_spec("transformers") is None:
         yield f"logits not compared: transformers is not installed ({EXTRA})"
         return

@@ -47,10 +47,8 @@ logger = logging.getLogger(__name__)
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:
-    """Returns 0 when the run is done, or was interrupted and saved; a collective call.
-
-    Raises ConfigError, DataError, NumericalError or DeviceMemoryError; each has its exit code.
-    """
+    """Returns 0 when the run is done, or was interrupted and saved; a collective call. Raises ConfigError, DataError,
+    NumericalError or DeviceMemoryError; each has its exit code."""
     end_with_launcher()
     stop = StopRequest(config.run.max_time)  # first of all: the time to prepare data counts
     directory = RunDirectory(config)

@@ -54,10 +54,8 @@ class Layout:
 
 
 def checked_config(keys: Mapping[str, Any], schema: type[Keys], place: str) -> Keys:
-    """The config with these model.* keys, by dotted names without `model.`.
-
-    Raises ConfigError with the key and `place` for an unknown key, a wrong value, and values that exclude each other.
-    """
+    """The config with these model.* keys, by dotted names without `model.`. Raises ConfigError with the key and `place`
+    for an unknown key, a wrong value, and values that exclude each other."""
     values = {f"model.{name}": value for name, value in keys.items()}
     for name, value in values.items():
         check_leaf(name, value, schema_keys(schema), place)
