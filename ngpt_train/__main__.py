@@ -38,7 +38,7 @@ from ngpt_train.config.arguments import (
 from ngpt_train.config.compose import load_config
 from ngpt_train.config.schema import Config, check
 from ngpt_train.config.stored import to_yaml
-from ngpt_train.config.validate import did_you_mean
+from ngpt_train.config.validate import did_you_mean, mistake
 from ngpt_train.core.errors import ConfigError, is_told_here, same_on_host
 from ngpt_train.core.launcher import check_ranks, remember_end, remembered_end
 from ngpt_train.core.secrets import guard_streams, without_variables
@@ -151,7 +151,7 @@ def _command(arguments: list[str]) -> Callable[[], int]:
         return partial(_show, _overview())
     verb, *rest = arguments
     if verb not in VERBS:
-        raise ConfigError(_unknown_verb(verb))
+        raise _unknown_verb(verb)
     line = _parse(rest)
     line.overrides, directories = without_directories(verb, line.overrides)
     use_plugins(line.plugins)
@@ -162,14 +162,12 @@ def _command(arguments: list[str]) -> Callable[[], int]:
         return partial(_show, f"{VERBS[verb]}\n\n{USAGE.replace('VERB', verb, 1)}\n\n{text}")
     if line.multirun:
         if verb in STUDY_VERBS:
-            raise ConfigError("--multirun: a study has arms and budgets instead\n  Leave -m out")
+            raise mistake("--multirun: a study has arms and budgets instead", "Leave -m out")
         if directories:
-            raise ConfigError(f"--multirun: {verb} takes its runs at once\n  Leave -m out")
+            raise mistake(f"--multirun: {verb} takes its runs at once", "Leave -m out")
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
-            raise ConfigError(
-                "--multirun: not under torchrun, where every rank would run the sweep by itself"
-                "\n  Start one torchrun for each combination"
-            )
+            problem = "--multirun: not under torchrun, where every rank would run the sweep by itself"
+            raise mistake(problem, "Start one torchrun for each combination")
         return partial(_multirun, verb, line)
     check_arguments(verb, line.overrides)
     line.overrides = _whole(verb, line.overrides)
@@ -216,12 +214,12 @@ def _parse(arguments: list[str]) -> CommandLine:
             line.multirun = True
         elif option == "--cfg":
             if (what := value or next(rest, "nothing")) != "job":
-                raise ConfigError(f"--cfg {what}: it takes job\n  --cfg job prints the configuration of the run")
+                raise mistake(f"--cfg {what}: it takes job", "--cfg job prints the configuration of the run")
             line.print_config = True
         elif option in ("--config-dir", "--plugin"):
             folder = value or next(rest, None)
             if folder is None:
-                raise ConfigError(f"{option}: no directory given\n  Write {option} DIR")
+                raise mistake(f"{option}: no directory given", f"Write {option} DIR")
             if option == "--plugin":
                 line.plugins.append(folder)
             else:
@@ -338,14 +336,14 @@ def _overview() -> str:
     return f"{USAGE}\n\nVerbs:\n{verbs}\n\n`ngpt-train train --help` lists every group and key."
 
 
-def _unknown_verb(verb: str) -> str:
+def _unknown_verb(verb: str) -> ConfigError:
     if verb == "bench":
         problem = "no verb any more; in a clone of the repository each benchmark is `python -m benchmarks.NAME`"
     elif "=" in verb or verb.startswith("-"):
         problem = "the verb comes first, for example: ngpt-train train " + verb
     else:
         problem = "no such verb" + did_you_mean(difflib.get_close_matches(verb, VERBS, n=1))
-    return f"{verb}: {problem}\n  Verbs: {', '.join(VERBS)}"
+    return mistake(f"{verb}: {problem}", f"Verbs: {', '.join(VERBS)}")
 
 
 def run() -> NoReturn:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ngpt_train.config.sections.verbs import GenerateConfig
-from ngpt_train.core.errors import ConfigError
+from ngpt_train.config.validate import mistake
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.evaluation.sampling import Row, continue_rows, opened, row_of
 from ngpt_train.models.decoder import Decoder
@@ -112,7 +112,7 @@ class Texts:
             told = f"the prompt{where} has {len(prompt)} tokens, and generate.max_new_tokens={most_new} may follow"
             if self.config.overflow == "refuse":
                 fix = "Shorten the prompt, set generate.max_new_tokens lower, or generate.overflow=slide"
-                raise ConfigError(f"generate.overflow=refuse: {told}, but the model sees {sees}\n  {fix}")
+                raise mistake(f"generate.overflow=refuse: {told}, but the model sees {sees}", fix)
             logger.info("%s; the model sees the last %s, computed again for each token beyond them", told, sees)
             return
 

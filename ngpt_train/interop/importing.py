@@ -61,11 +61,11 @@ def read_model(source: str, revision: str | None, tokenizer: TokenizerConfig | N
     elif not path.exists():
         raise DataError(f"import.source={source}: no directory, no file, and no model of the hub, which is OWNER/NAME")
     elif revision is not None:
-        raise ConfigError(f"import.revision={revision}: {source} is on this machine\n  Leave it out")
+        raise mistake(f"import.revision={revision}: {source} is on this machine", "Leave it out")
     if path.suffix in (".safetensors", ".json") and path.is_file():
         raise DataError(f"import.source={source}: one file of a model. Name its directory")
     if tokenizer is not None and path.is_dir():
-        raise ConfigError(f"tokenizer={tokenizer.kind}: {source} has its own tokenizer\n  Leave it out")
+        raise mistake(f"tokenizer={tokenizer.kind}: {source} has its own tokenizer", "Leave it out")
     try:
         imported = _of_nvidia(path, tokenizer) if path.is_file() else _of_directory(path, commit)
         ids, known = int(imported.config.model.vocab_size), imported.tokenizer.vocab_size

@@ -18,7 +18,8 @@ from ngpt_train.analysis.token_classes import pieces_of
 from ngpt_train.config.places import make_directory
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.data import mixture_of
-from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.config.validate import mistake
+from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_atomically
 from ngpt_train.core.secrets import command_of, redacted
 from ngpt_train.data import open_dataset
@@ -48,7 +49,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     world = join_world(config)
     first = restore(trained[0], config, world)
     if problem := first.config.model.refuses_text():
-        raise ConfigError(f"probe: {problem}\n  Choose the checkpoint of a model that continues text")
+        raise mistake(f"probe: {problem}", "Choose the checkpoint of a model that continues text")
     combined = combine(config, first.config, overrides)
     combined = replace(combined, eval=replace(combined.eval, contexts=None, budget=None))
     dataset = open_dataset(combined, first.tokenizer)

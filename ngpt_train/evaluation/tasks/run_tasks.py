@@ -23,7 +23,8 @@ from lm_eval.evaluator import evaluate
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.sections.records import EvalConfig
-from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.config.validate import mistake
+from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_atomically
 from ngpt_train.core.recorded import finite
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
@@ -127,10 +128,10 @@ class Tasks:
         tasks = self._loaded["tasks"].items()
         whole = [name for name, task in tasks if task.OUTPUT_TYPE == "loglikelihood_rolling"]
         if problem := model.refuses_text():
-            raise ConfigError(f"tasks: {problem}\n  Leave eval.tasks out, or choose another checkpoint")
+            raise mistake(f"tasks: {problem}", "Leave eval.tasks out, or choose another checkpoint")
         if model.source_length(model.context) and whole:
             problem = f"{', '.join(sorted(whole))} wants the probability of whole texts. An encoder-decoder gives none"
-            raise ConfigError(f"tasks: {problem} to the beginning of a text, which its encoder reads\n  Leave it out")
+            raise mistake(f"tasks: {problem} to the beginning of a text, which its encoder reads", "Leave it out")
         for name in whole:
             task = self._loaded["tasks"][name]
             if not any(map(task.doc_to_target, task.eval_docs)):

@@ -29,7 +29,7 @@ from lm_eval.tasks._factory import TaskFactory
 from lm_eval.tasks._index import Entry
 
 from ngpt_train.config.validate import did_you_mean, mistake, nearest
-from ngpt_train.core.errors import ConfigError, DataError, in_one_line
+from ngpt_train.core.errors import DataError, in_one_line
 from ngpt_train.core.files import json_lines
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def load_tasks(names: Sequence[str], directory: str | None) -> tuple[dict[str, A
     try:
         loaded = TaskManager(include_defaults=False).load(found)
     except ValueError as error:  # such as a group and a task of it
-        raise ConfigError(f"tasks=[{','.join(names)}]: {error}\n  Leave one of them out") from None
+        raise mistake(f"tasks=[{','.join(names)}]: {error}", "Leave one of them out") from None
     for task in loaded["tasks"].values():
         # As simple_evaluate does; that sets the seeds of the whole process, too.
         if task.get_config("num_fewshot") is None:
