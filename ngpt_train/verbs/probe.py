@@ -62,8 +62,9 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         there, all_losses[names[1]] = _measured(dataset, replace(combined, model=second.config.model), second, world)
         if there.rows_hash != validation.rows_hash:
             a, b = first.config.model, second.config.model
-            problem = f"probe: {names[1]} does not take the same rows as {names[0]}: one is {a.name} with {a.context} "
-            raise DataError(f"{problem}tokens, the other {b.name} with {b.context}. Probe them one by one")
+            problem = f"probe: {names[1]} does not take the same rows as {names[0]}"
+            forms = f"one is {a.name} with {a.context} tokens, the other {b.name} with {b.context}"
+            raise DataError(f"{problem}: {forms}. Probe them one by one")
         models.append(_said(names[1], second))
     tokens, targets, *_ = (part.numpy() for part in validation.batch)
     pieces = pieces_of(dataset.tokenizer)
