@@ -104,17 +104,17 @@ def keys_of(config_json: Mapping[str, Any]) -> dict[str, Any]:
     if (found := config_json.get("model_type")) != MODEL_TYPE:
         raise DataError(f"config.json: model_type={found!r} is not {MODEL_TYPE!r}, which export.layout=ngpt writes")
     tied = {"tie_word_embeddings": False, **config_json}  # transformers may leave out its own default
-    wanted: dict[str, tuple[str, ...]] = {ours: (theirs,) for ours, theirs in NAMES.items()}
+    keys = {"name": "ngpt"} | {ours: read(tied, theirs) for ours, theirs in NAMES.items()}
     for name in SCALES:
         leaves = ("kind", "init", "scale", "shared") if name == "s_qk" else ("kind", "init", "scale")
-        wanted |= {f"{name}.{leaf}": (name, leaf) for leaf in leaves}
-    reference = read(tied, ("reference",))
+        keys |= {f"{name}.{leaf}": read(tied, name, leaf) for leaf in leaves}
+    reference = read(tied, "reference")
     given = [x for x in REFERENCE if not isinstance(reference, Mapping) or reference.get(x) is not None]
-    wanted |= {f"reference.{leaf}": ("reference", leaf) for leaf in given}
-    return {"name": "ngpt"} | {ours: read(tied, path) for ours, path in wanted.items()}
+    return keys | {f"reference.{x}": read(tied, "reference", x) for x in given}
 
 
-def read(tree: Any, path: tuple[str, ...]) -> Any:
+def read(tree: Any, *path: str) -> Any:
+    """The entry at this path. Raises DataError if there is none."""
     for depth, name in enumerate(path):
         if not isinstance(tree, Mapping) or name not in tree:
             raise DataError(f"config.json: {'.'.join(path[: depth + 1])} is missing, which export.layout=ngpt writes")
