@@ -123,8 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if error.errno == errno.ENAMETOOLONG else 3
     except Exception as error:
         # Errors that name their exit code are addressed to the user; anything else is ours, with its traceback.
-        code = getattr(error, "exit_code", None)
-        if code is None:
+        if (code := getattr(error, "exit_code", None)) is None:
             raise
         if code in ENDS_FOR_GOOD:
             remember_end(code, without_variables(str(error)))
@@ -217,8 +216,7 @@ def _parse(arguments: list[str]) -> CommandLine:
                 raise mistake(f"--cfg {what}: it takes job", "--cfg job prints the configuration of the run")
             line.print_config = True
         elif option in ("--config-dir", "--plugin"):
-            folder = value or next(rest, None)
-            if folder is None:
+            if (folder := value or next(rest, None)) is None:
                 raise mistake(f"{option}: no directory given", f"Write {option} DIR")
             if option == "--plugin":
                 line.plugins.append(folder)

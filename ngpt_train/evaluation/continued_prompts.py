@@ -155,8 +155,7 @@ class ComingText:
 
     def append(self, more: str) -> None:
         self.text += more
-        found = [place for stop in self.stops if (place := self.text.find(stop, self.n_given)) >= 0]
-        if found:
+        if found := [place for stop in self.stops if (place := self.text.find(stop, self.n_given)) >= 0]:
             self.text, self.stopped = self.text[: min(found)], True
 
     def held_back(self) -> int:

@@ -103,8 +103,7 @@ def sampling_of(config: Config, tokenizer: Tokenizer) -> Callable[[TrainState], 
     Calling it is collective. It changes nothing of the state, because the row has its own random numbers. If logits are
     not finite it adds no token, and training goes on.
     """
-    prompt = config.logging.sample_prompt
-    if prompt is None:
+    if (prompt := config.logging.sample_prompt) is None:
         return None
     ids = tokenizer.encode(prompt).tolist()
 

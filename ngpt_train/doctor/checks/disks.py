@@ -206,8 +206,7 @@ def _run(config: Config, answer: Answer) -> Iterator[Finding]:
 
 
 def _shared(config: Config, answer: Answer, seen_by_all: bool) -> Iterator[Finding]:
-    shared = answer.facts.get("shared")
-    if shared is None:
+    if (shared := answer.facts.get("shared")) is None:
         return
     name, root = f"run.root={config.run.root}", answer.facts["root"]
     if shared.get("seen") is False:

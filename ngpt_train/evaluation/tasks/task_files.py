@@ -61,8 +61,7 @@ def load_tasks(names: Sequence[str], directory: str | None) -> tuple[dict[str, A
             problem = f"tasks=[{','.join(names)}]: lm-evaluation-harness has no {name}{where}{near}"
             raise mistake(problem, "`lm-eval ls tasks` lists its tasks")
     for name in names:
-        theirs = managers.get(name)
-        if theirs is None:
+        if (theirs := managers.get(name)) is None:
             assert own is not None
             found += _built(own.manager, own.task(name), f"{directory}, task {name}: ", "")
             continue

@@ -201,8 +201,7 @@ def model_keys(config_json: Json, model_type: str, qk_norm: bool) -> dict[str, A
 def rope_base(config_json: Json) -> float:
     """The base of RoPE's angles, from rope_parameters (transformers 5) or rope_theta and rope_scaling (before)."""
     for key in ("rope_parameters", "rope_scaling"):
-        entry = config_json.get(key)
-        if entry is None:
+        if (entry := config_json.get(key)) is None:
             continue
         if not isinstance(entry, dict):
             raise refused(config_json, key, "an object, or null")
