@@ -38,6 +38,7 @@ from ngpt_train.config.arguments import (
 from ngpt_train.config.compose import load_config
 from ngpt_train.config.schema import Config, check
 from ngpt_train.config.stored import to_yaml
+from ngpt_train.config.validate import did_you_mean, mistake
 from ngpt_train.core.errors import ConfigError, is_told_here, same_on_host
 from ngpt_train.core.launcher import check_ranks, remember_end, remembered_end
 from ngpt_train.core.secrets import guard_streams, without_variables
@@ -122,8 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if error.errno == errno.ENAMETOOLONG else 3
     except Exception as error:
         # Errors that name their exit code are addressed to the user; anything else is ours, with its traceback.
-        code = getattr(error, "exit_code", None)
-        if code is None:
+        if (code := getattr(error, "exit_code", None)) is None:
             raise
         if code in ENDS_FOR_GOOD:
             remember_end(code, without_variables(str(error)))
@@ -138,10 +138,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _shortened(message: str) -> str:
     """The message without the middle of its lines that nobody could read, such as a value of a million digits."""
-    lines = message.split("\n")
-    return "\n".join(
-        x if len(x) <= LONGEST_LINE else f"{x[: LONGEST_LINE // 2]} ... {x[-LONGEST_LINE // 2 :]}" for x in lines
-    )
+    half = LONGEST_LINE // 2
+    lines = (x if len(x) <= LONGEST_LINE else f"{x[:half]} ... {x[-half:]}" for x in message.split("\n"))
+    return "\n".join(lines)
 
 
 def _command(arguments: list[str]) -> Callable[[], int]:
@@ -151,7 +150,7 @@ def _command(arguments: list[str]) -> Callable[[], int]:
         return partial(_show, _overview())
     verb, *rest = arguments
     if verb not in VERBS:
-        raise ConfigError(_unknown_verb(verb))
+        raise _unknown_verb(verb)
     line = _parse(rest)
     line.overrides, directories = without_directories(verb, line.overrides)
     use_plugins(line.plugins)
@@ -160,16 +159,14 @@ def _command(arguments: list[str]) -> Callable[[], int]:
 
         text = help_text(line.overrides, line.config_dir)
         return partial(_show, f"{VERBS[verb]}\n\n{USAGE.replace('VERB', verb, 1)}\n\n{text}")
-    if line.multirun and verb in STUDY_VERBS:
-        raise ConfigError("--multirun: a study has arms and budgets instead\n  Leave -m out")
-    if line.multirun and directories:
-        raise ConfigError(f"--multirun: {verb} takes its runs at once\n  Leave -m out")
     if line.multirun:
+        if verb in STUDY_VERBS:
+            raise mistake("--multirun: a study has arms and budgets instead", "Leave -m out")
+        if directories:
+            raise mistake(f"--multirun: {verb} takes its runs at once", "Leave -m out")
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
-            raise ConfigError(
-                "--multirun: not under torchrun, where every rank would run the sweep by itself"
-                "\n  Start one torchrun for each combination"
-            )
+            problem = "--multirun: not under torchrun, where every rank would run the sweep by itself"
+            raise mistake(problem, "Start one torchrun for each combination")
         return partial(_multirun, verb, line)
     check_arguments(verb, line.overrides)
     line.overrides = _whole(verb, line.overrides)
@@ -216,12 +213,11 @@ def _parse(arguments: list[str]) -> CommandLine:
             line.multirun = True
         elif option == "--cfg":
             if (what := value or next(rest, "nothing")) != "job":
-                raise ConfigError(f"--cfg {what}: it takes job\n  --cfg job prints the configuration of the run")
+                raise mistake(f"--cfg {what}: it takes job", "--cfg job prints the configuration of the run")
             line.print_config = True
         elif option in ("--config-dir", "--plugin"):
-            folder = value or next(rest, None)
-            if folder is None:
-                raise ConfigError(f"{option}: no directory given\n  Write {option} DIR")
+            if (folder := value or next(rest, None)) is None:
+                raise mistake(f"{option}: no directory given", f"Write {option} DIR")
             if option == "--plugin":
                 line.plugins.append(folder)
             else:
@@ -251,13 +247,12 @@ def _multirun(verb: str, line: CommandLine) -> int:
         jobs.append([*others, f"run.name={config.run.name}"])
         configs.append(config)
     if line.print_config:
-        return _show("---\n".join(to_yaml(config) for config in configs).rstrip())
+        return _show("---\n".join(map(to_yaml, configs)).rstrip())
 
-    options = _options(line)
     codes: list[int] = []
     for number, job in enumerate(jobs):
         print(f"job {number} of {len(jobs)}: {' '.join(job)}", flush=True)
-        code, interrupted = _run_job([sys.executable, "-m", "ngpt_train", verb, *job, *options])
+        code, interrupted = _run_job([sys.executable, "-m", "ngpt_train", verb, *job, *_options(line)])
         codes.append(code)
         if interrupted:
             print(f"interrupted: {len(jobs) - len(codes)} of {len(jobs)} jobs not started", file=sys.stderr)
@@ -267,8 +262,7 @@ def _multirun(verb: str, line: CommandLine) -> int:
 
         runs = [Path(config.run.root).expanduser() / config.run.name for config in configs]
         print(results(jobs, runs, codes), flush=True)
-    failed = [number for number, code in enumerate(codes) if code]
-    if failed:
+    if failed := [number for number, code in enumerate(codes) if code]:
         print(f"error: jobs {failed} of {len(jobs)} failed", file=sys.stderr)
     return next((code if code > 0 else 1 for code in codes if code), 0)
 
@@ -340,15 +334,14 @@ def _overview() -> str:
     return f"{USAGE}\n\nVerbs:\n{verbs}\n\n`ngpt-train train --help` lists every group and key."
 
 
-def _unknown_verb(verb: str) -> str:
-    close = difflib.get_close_matches(verb, VERBS, n=1)
+def _unknown_verb(verb: str) -> ConfigError:
     if verb == "bench":
         problem = "no verb any more; in a clone of the repository each benchmark is `python -m benchmarks.NAME`"
     elif "=" in verb or verb.startswith("-"):
         problem = "the verb comes first, for example: ngpt-train train " + verb
     else:
-        problem = "no such verb" + (f"; did you mean {close[0]}?" if close else "")
-    return f"{verb}: {problem}\n  Verbs: {', '.join(VERBS)}"
+        problem = "no such verb" + did_you_mean(difflib.get_close_matches(verb, VERBS, n=1))
+    return mistake(f"{verb}: {problem}", f"Verbs: {', '.join(VERBS)}")
 
 
 def run() -> NoReturn:

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,17 +24,7 @@ from ngpt_train.doctor.checks import (
     versions,
     wandb_server,
 )
-from ngpt_train.doctor.findings import (
-    WARNING,
-    WRONG,
-    Answer,
-    Finding,
-    Place,
-    merged,
-    of_each,
-    unchecked,
-    with_host_names,
-)
+from ngpt_train.doctor.findings import WARNING, WRONG, Answer, Finding, Place, merged, of_each, unchecked
 from ngpt_train.doctor.rank_store import absent, ask_clocks, places_told, tell, tell_clock, told
 from ngpt_train.report.launch_plan import make_plan
 
@@ -127,21 +117,18 @@ def examine(config: Config, place: Place, store: dist.Store) -> Examination | No
         return None
     answers = told(store, "answers", [other.rank for other in places], LAST_SECONDS)
     nothing: list[Any] = [{}, "no answer came from it", 0.0]
-    missing = set(range(place.size)) - {other.rank for other in places}
-    return Examination(
-        places=with_host_names(places),
-        answers={
-            name: [
-                Answer(other, *answers.get(other.rank, {}).get(name, nothing))
-                for other in places
-                if is_asked(name, other)
-            ]
-            for name in found
-        },
-        absent=sorted(missing),
-        clocks=clocks,
-        seconds=time.monotonic() - begin,
-    )
+    by_look: dict[str, list[Answer]] = {}
+    for name in found:
+        asked = [other for other in places if is_asked(name, other)]
+        by_look[name] = [Answer(other, *answers.get(other.rank, {}).get(name, nothing)) for other in asked]
+    missing = sorted(set(range(place.size)) - {other.rank for other in places})
+    return Examination(with_host_names(places), by_look, missing, clocks, time.monotonic() - begin)
+
+
+def with_host_names(places: Sequence[Place]) -> list[Place]:
+    """Adds the number of the node to a host name that several nodes share."""
+    n_nodes = Counter(host for host, _ in {(place.host, place.node) for place in places})
+    return [replace(x, host=f"{x.host} (node {x.node})") if n_nodes[x.host] > 1 else x for x in places]
 
 
 def is_asked(name: str, place: Place) -> bool:
@@ -161,14 +148,10 @@ def plan(config: Config, place: Place, found: dict[str, Answer], report: Report)
     known = vocabulary_of(config, found)
     vocabulary = known or ASSUMED_VOCABULARY
     on_gpu = str(found["devices"].facts.get("device", "")).startswith("cuda")
-    made = make_plan(
-        replace(
-            config,
-            model=replace(config.model, vocab_size=vocabulary),
-            train=replace(config.train, device="cuda" if on_gpu else "cpu"),
-            plan=replace(config.plan, world_size=place.size, ranks_per_host=place.local_size),
-        )
-    )
+    config = replace(config, model=replace(config.model, vocab_size=vocabulary))
+    config = replace(config, train=replace(config.train, device="cuda" if on_gpu else "cpu"))
+    on_ranks = replace(config.plan, world_size=place.size, ranks_per_host=place.local_size)
+    made = make_plan(replace(config, plan=on_ranks))
     weights = made["parameters"]["total"]
     factor = disks.LARGEST_FACTOR + (0 if config.optim.ema_decay is None else 4)
     assumed = "" if known else f", if the vocabulary has {vocabulary:,} ids"

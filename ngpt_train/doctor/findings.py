@@ -83,15 +83,6 @@ def in_words(places: Sequence[Place], everybody: Sequence[Place]) -> str:
     return "; ".join(parts)
 
 
-def with_host_names(places: Sequence[Place]) -> list[Place]:
-    """Adds the number of the node to a host name that several nodes share."""
-    nodes = {place.host: {other.node for other in places if other.host == place.host} for place in places}
-    return [
-        replace(place, host=f"{place.host} (node {place.node})") if len(nodes[place.host]) > 1 else place
-        for place in places
-    ]
-
-
 def of_each(answers: Iterable[Answer], judge: Callable[[Answer], Iterable[Finding]]) -> Iterator[Finding]:
     """Judges each answer alone, and adds its place to the findings."""
     for answer in answers:

@@ -1,6 +1,6 @@
 """What a model answered to labelled examples, and the metrics of GLUE's tasks."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,16 +32,14 @@ class Answers(NamedTuple):
 
             wanted = self.labels / MILLION
             constant = np.ptp(self.answers) == 0 or np.ptp(wanted) == 0
-            pearson, spearman = (
-                0.0 if constant else float(f(wanted, self.answers).statistic) for f in (pearsonr, spearmanr)
-            )
-            return {"pearson": pearson, "spearman": spearman}
+            found: dict[str, Any] = {"pearson": pearsonr, "spearman": spearmanr}
+            return {name: 0.0 if constant else float(f(wanted, self.answers).statistic) for name, f in found.items()}
         from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
-        found = self.answers.astype(np.int64)
+        classes = self.answers.astype(np.int64)
         average = "binary" if self.n_classes == 2 else "macro"
         return {
-            "accuracy": float(accuracy_score(self.labels, found)),
-            "f1": float(f1_score(self.labels, found, average=average, zero_division=0.0)),
-            "matthews": float(matthews_corrcoef(self.labels, found)),
+            "accuracy": float(accuracy_score(self.labels, classes)),
+            "f1": float(f1_score(self.labels, classes, average=average, zero_division=0.0)),
+            "matthews": float(matthews_corrcoef(self.labels, classes)),
         }

@@ -74,31 +74,28 @@ def translate(
             raise NumericalError("the model's logits are not finite: its weights are NaN or far too large")
         of_model = logits.double().log_softmax(-1)[:, :vocab_size]
         of_next = of_model.reshape(n, n_beams, -1) + log_p[:, :, None]  # (n, K, V)
-        n_looked_at = min(2 * n_beams, of_next[0].numel())
-        best, places = of_next.flatten(1).topk(n_looked_at)  # (n, 2 K)
+        best, places = of_next.flatten(1).topk(min(2 * n_beams, of_next[0].numel()))  # (n, 2 K)
         parents, tokens = (places // of_next.shape[2]).tolist(), (places % of_next.shape[2]).tolist()
-        goes_on = torch.zeros(n, n_beams, dtype=torch.long)
-        following: list[list[int]] = [[eos] * n_beams for _ in sources]
-        for text, search in enumerate(searches):
-            kept_running: list[tuple[float, int, int]] = []
-            for rank, (value, parent, token) in enumerate(
-                zip(best[text].tolist(), parents[text], tokens[text], strict=True)
-            ):
-                ends = token == eos or n_tokens == limit
-                if ends and rank < n_beams and not search.is_done and value > -torch.inf:
-                    ids = running[text][parent]
-                    search.keep(value, ids if token == eos else [*ids, token], n_tokens)
-                if not ends and len(kept_running) < n_beams:
-                    kept_running.append((value, parent, token))
-            if not search.is_done and kept_running:
-                search.finish_unless(kept_running[0][0], n_tokens)
-            for beam, (value, parent, token) in enumerate(kept_running):
-                log_p[text, beam], goes_on[text, beam], following[text][beam] = value, parent, token
-            log_p[text, len(kept_running) :] = -torch.inf
-            running[text] = [[*running[text][parent], token] for _, parent, token in kept_running]
-            running[text] += [[] for _ in range(n_beams - len(kept_running))]
+        rows: list[int] = []  # of the beams that go on, among the n K rows of the decoder
+        following: list[int] = []
+        for text, (search, *of_text) in enumerate(zip(searches, best.tolist(), parents, tokens, strict=True)):
+            beams: list[tuple[float, int, int]] = []
+            for rank, (value, parent, token) in enumerate(zip(*of_text, strict=True)):
+                if token == eos or n_tokens == limit:
+                    if rank < n_beams and not search.is_done and value > -torch.inf:
+                        ids = running[text][parent]
+                        search.keep(value, ids if token == eos else [*ids, token], n_tokens)
+                elif len(beams) < n_beams:
+                    beams.append((value, parent, token))
+            if not search.is_done and beams:
+                search.finish_unless(beams[0][0], n_tokens)
+            beams += [(-torch.inf, 0, eos)] * (n_beams - len(beams))
+            log_p[text] = log_p.new_tensor([value for value, _, _ in beams])
+            running[text] = [[*running[text][parent], token] for _, parent, token in beams]
+            rows += [text * n_beams + parent for _, parent, _ in beams]
+            following += [token for _, _, token in beams]
         if n_tokens == limit or all(search.is_done for search in searches):
             break
-        decoder.reorder((goes_on + n_beams * torch.arange(n)[:, None]).flatten().tolist())
-        logits = decoder.next(dict(enumerate(token for of_text in following for token in of_text)))
+        decoder.reorder(rows)
+        logits = decoder.next(dict(enumerate(following)))
     return [search.kept for search in searches]

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ngpt_train.config.sections.verbs import GenerateConfig
-from ngpt_train.core.errors import ConfigError
+from ngpt_train.config.validate import mistake
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.evaluation.sampling import Row, continue_rows, opened, row_of
 from ngpt_train.models.decoder import Decoder
@@ -91,8 +91,7 @@ class Texts:
             return coming[number].stopped
 
         more = [replace(rows[0], end="length") for _ in range(n_rows - len(rows))] if self.compiled else []
-        vocabulary = self.tokenizer.eos, self.tokenizer.vocab_size
-        continue_rows(self.reader, [*rows, *more], self.config, *vocabulary, stops)
+        continue_rows(self.reader, [*rows, *more], self.config, self.tokenizer, stops)
         for text in coming:
             rest = text.end()
             if show is not None:
@@ -113,7 +112,7 @@ class Texts:
             told = f"the prompt{where} has {len(prompt)} tokens, and generate.max_new_tokens={most_new} may follow"
             if self.config.overflow == "refuse":
                 fix = "Shorten the prompt, set generate.max_new_tokens lower, or generate.overflow=slide"
-                raise ConfigError(f"generate.overflow=refuse: {told}, but the model sees {sees}\n  {fix}")
+                raise mistake(f"generate.overflow=refuse: {told}, but the model sees {sees}", fix)
             logger.info("%s; the model sees the last %s, computed again for each token beyond them", told, sees)
             return
 
@@ -156,8 +155,7 @@ class ComingText:
 
     def append(self, more: str) -> None:
         self.text += more
-        found = [place for stop in self.stops if (place := self.text.find(stop, self.n_given)) >= 0]
-        if found:
+        if found := [place for stop in self.stops if (place := self.text.find(stop, self.n_given)) >= 0]:
             self.text, self.stopped = self.text[: min(found)], True
 
     def held_back(self) -> int:

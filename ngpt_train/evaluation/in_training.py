@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,31 +26,23 @@ if TYPE_CHECKING:
     from ngpt_train.evaluation.tasks.run_tasks import Tasks
 
 
+@dataclass(eq=False)
 class Validations(Hook):
     """Logs an eval record at the first and the last step and every eval.every steps, and a sample of text after each.
-    Writes the losses of the rows into `directory`/evals.
+    Writes the losses of the rows into `directory`/evals."""
 
-    validated: called on rank 0 with the step and the loss. sample: from `sampling_of`. score: from `translating_of`,
-    called at the end of the schedule.
-    """
-
-    def __init__(
-        self,
-        validation: Evaluations,
-        directory: Path,
-        validated: Callable[[int, float], None],
-        sample: Callable[[TrainState], dict[str, str]] | None,
-        score: Callable[[TrainState], dict[str, float]] | None,
-    ) -> None:
-        self._validation, self._directory = validation, directory
-        self._validated, self._sample, self._score = validated, sample, score
-        self._files: RowFiles | None = None
-        self.last: Record = {}  # the metrics of the last validation
+    validation: Evaluations
+    directory: Path
+    validated: Callable[[int, float], None]  # called on rank 0 with the step and the loss
+    sample: Callable[[TrainState], dict[str, str]] | None  # from `sampling_of`
+    score: Callable[[TrainState], dict[str, float]] | None  # from `translating_of`, called at the end of the schedule
+    files: RowFiles | None = None
+    last: Record = field(default_factory=dict)  # the metrics of the last validation
 
     def start(self, run: TrainingRun) -> None:
         if run.state.world.is_main:  # `start` comes after a resume has trimmed metrics.jsonl
-            evals, metrics = self._directory / "evals", self._directory / "metrics.jsonl"
-            self._files = RowFiles(evals, metrics, run.state.config.model.context)
+            evals, metrics = self.directory / "evals", self.directory / "metrics.jsonl"
+            self.files = RowFiles(evals, metrics, run.state.config.model.context)
         # The run may have been stopped between its last checkpoint and the evaluation at that step.
         if run.step == 0 or self._is_due(run):
             self._validate(run)
@@ -67,28 +60,29 @@ class Validations(Hook):
     def _validate(self, run: TrainingRun) -> None:
         state = run.state
         with explain_out_of_memory(state.micro_rows), run.during("the validation at step", run.step):
-            losses = self._validation.row_losses(state.model, state.world, last=run.step >= run.last)
-            self.last = self._validation.metrics(losses)
+            losses = self.validation.row_losses(state.model, state.world, last=run.step >= run.last)
+            self.last = self.validation.metrics(losses)
             # Not at train.stop_at: an audit, which stops there, would have scores that the run has not.
-            if self._score is not None and run.step >= state.config.train.steps:
-                self.last |= self._score(state)
-            if self._files is not None:
+            if self.score is not None and run.step >= state.config.train.steps:
+                self.last |= self.score(state)
+            if self.files is not None:
                 try:
-                    self._files.write(run.step, losses)
+                    self.files.write(run.step, losses)
                 except DataError as error:
                     run.warn(str(error))
-                self._validated(run.step, self._validation.comparable_loss(losses))
-            text = self._sample(state) if self._sample is not None else None
+                self.validated(run.step, self.validation.comparable_loss(losses))
+            text = self.sample(state) if self.sample is not None else None
         run.log(run.record("eval") | self.last)
         if text is not None:
             run.log(run.record("sample") | text)
 
 
+@dataclass(eq=False)
 class TaskScores(Hook):
     """Logs a tasks record at the last step and every eval.tasks_every steps."""
 
-    def __init__(self, tasks: Tasks, tokenizer: Tokenizer) -> None:
-        self._tasks, self._tokenizer = tasks, tokenizer
+    tasks: Tasks
+    tokenizer: Tokenizer
 
     def start(self, run: TrainingRun) -> None:
         if run.step:
@@ -99,7 +93,7 @@ class TaskScores(Hook):
         if run.step < run.last and not due(run.step, asked.every if asked.tasks_every is None else asked.tasks_every):
             return
         with explain_out_of_memory(state.micro_rows), run.during("the tasks at step", run.step):
-            metrics = self._tasks(state.model, self._tokenizer, state.world).metrics()
+            metrics = self.tasks(state.model, self.tokenizer, state.world).metrics()
         run.log(run.record("tasks") | metrics)
 
 
@@ -109,8 +103,7 @@ def sampling_of(config: Config, tokenizer: Tokenizer) -> Callable[[TrainState], 
     Calling it is collective. It changes nothing of the state, because the row has its own random numbers. If logits are
     not finite it adds no token, and training goes on.
     """
-    prompt = config.logging.sample_prompt
-    if prompt is None:
+    if (prompt := config.logging.sample_prompt) is None:
         return None
     ids = tokenizer.encode(prompt).tolist()
 
@@ -121,7 +114,7 @@ def sampling_of(config: Config, tokenizer: Tokenizer) -> Callable[[TrainState], 
             for _ in range(config.generate.most_sampled):
                 logits = state.model.next_token_logits(row.prompt, row.prompt.new_tensor(row.new)).cpu()
                 if row.end is None and logits.isfinite().all():
-                    row.add(logits, config.generate, tokenizer.eos, tokenizer.vocab_size)
+                    row.add(logits, config.generate, tokenizer)
         whole, given = tokenizer.decode([*ids, *row.new]), tokenizer.decode(ids)
         return {"prompt": given, "text": whole.removeprefix(given)}
 

@@ -103,21 +103,15 @@ def scaling_of(rope: str, context: int, trained: int) -> RopeScaling:
 
 @torch.no_grad()
 def measure(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    documents: Iterable[str],
-    plan: Iterable[tuple[int, int, str]],
-    world: World,
+    model: Decoder, tokenizer: Tokenizer, documents: Iterable[str], plan: Iterable[tuple[int, int, str]], world: World
 ) -> list[Curve]:
     """The curves of `plan`, (context, stride, rope) each; the same on every rank. A collective call.
 
     Documents are read one by one, and logits are never held whole: memory grows with the longest document's ids and the
     longest context's activations. The ranks share the windows.
     """
-    curves = [
-        Curve(context, stride, rope, max(scaling_of(rope, context, model.config.context)))
-        for context, stride, rope in plan
-    ]
+    trained = model.config.context
+    curves = [Curve(context, stride, rope, max(scaling_of(rope, context, trained))) for context, stride, rope in plan]
     sums = [torch.zeros(3, curve.context, dtype=torch.float64, device=world.device) for curve in curves]
     counted = torch.zeros(len(curves), 4, dtype=torch.float64, device=world.device)  # nats, targets, bytes, windows
     n_bytes = torch.from_numpy(tokenizer.n_bytes).to(world.device)
@@ -133,7 +127,7 @@ def measure(
                 curve.shorter += n_targets < curve.context
                 cut = list(windows(n_targets, curve.context, curve.stride))
                 at_once = max(1, CHUNK_TOKENS // (cut[0].end - cut[0].start))
-                model.rope_scaling = scaling_of(curve.rope, curve.context, model.config.context)
+                model.rope_scaling = scaling_of(curve.rope, curve.context, trained)
                 for first in range(0, len(cut), at_once):
                     passes += 1
                     if passes % world.size == world.rank:
@@ -162,20 +156,17 @@ def _add(model: Decoder, ids: Tensor, cut: list[Window], n_bytes: Tensor, sums: 
 
 
 def plot_lengths(curves: Sequence[Curve], trained: int, title: str, path: Path) -> None:
-    """Writes a picture of the perplexity: left over the context, as figure 13 of the nGPT paper, right over positions.
-
-    A line marks `trained`, which is model.context.
-    """
+    """Draws perplexity over the context (figure 13 of the nGPT paper) and over positions; a line marks `trained`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.2), dpi=120, layout="constrained")
     left, right = figure.subplots(1, 2)
     for rope in dict.fromkeys(curve.rope for curve in curves):
         of_rope = [curve.as_json() for curve in curves if curve.rope == rope]
-        contexts = [curve["context"] for curve in of_rope]
-        name = {"none": "RoPE as trained"}.get(rope, f"RoPE scaled: {rope}")
+        contexts, ppl = ([curve[name] for curve in of_rope] for name in ("context", "ppl"))
         style, color = STYLES[rope]
-        left.plot(contexts, [curve["ppl"] for curve in of_rope], "o", ls=style, color=color, label=name)
+        angles = "RoPE as trained" if rope == "none" else f"RoPE scaled: {rope}"
+        left.plot(contexts, ppl, "o", ls=style, color=color, label=angles)
         for k, curve in enumerate(of_rope):
             known = [p for p in curve["positions"] if p["ppl"] is not None]
             middle = [np.sqrt((p["first"] + 1) * (p["last"] + 1)) for p in known]

@@ -14,7 +14,7 @@ from ngpt_train.config.keys import AUTO
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config, TrainConfig, build
 from ngpt_train.config.stored import read_yaml, what_differs
-from ngpt_train.config.validate import check_leaf, check_leaves, show
+from ngpt_train.config.validate import check_leaf, check_leaves, mistake, show
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json
 from ngpt_train.data.tokenizers import read_tokenizer
@@ -81,9 +81,7 @@ class Restored(Trained):
 
     def generate(self, prompt: str, **options: Any) -> str:
         """Continues a prompt. options: keys of `generate` from OPTIONS, such as max_new_tokens=50, temperature=0.
-
-        Raises ConfigError for another key or a wrong value, and for a model that continues no text.
-        """
+        Raises ConfigError for another key or a wrong value, and for a model that continues no text."""
         if problem := self.config.model.refuses_text():
             raise ConfigError(f"{self.path}: {problem}")
         keys = {name: key for name, key in all_keys().items() if name in OPTIONS}
@@ -96,10 +94,7 @@ class Restored(Trained):
 
 
 def check_size(checkpoint: Path, model: ModelConfig) -> None:
-    """Raises DataError if the checkpoint's tensors are too few for the config.
-
-    Otherwise a forged config could take all memory before its tensors are compared.
-    """
+    """Raises DataError if the checkpoint's tensors are too few for the config: a forged one could take all memory."""
     if model.vocab_size == AUTO:
         raise DataError(f"{checkpoint / 'config.yaml'}: model.vocab_size=auto, but a checkpoint has its number")
     sizes = open_tensors(checkpoint).sizes()
@@ -110,10 +105,8 @@ def check_size(checkpoint: Path, model: ModelConfig) -> None:
         needed = f"a model of {n_params:,} parameters"
         if n_params <= sum(sizes):
             return
-    raise DataError(
-        f"{checkpoint / 'config.yaml'}: {needed}, but the checkpoint has {len(sizes):,} tensors of {sum(sizes):,} "
-        "numbers. Use another checkpoint."
-    )
+    has = f"{len(sizes):,} tensors of {sum(sizes):,} numbers"
+    raise DataError(f"{checkpoint / 'config.yaml'}: {needed}, but the checkpoint has {has}. Use another checkpoint.")
 
 
 def find_trained(verb: str, config: Config, overrides: Sequence[str], also_used: Collection[str] = ()) -> Trained:
@@ -129,17 +122,13 @@ def find_trained(verb: str, config: Config, overrides: Sequence[str], also_used:
 
 
 def named(verb: str, key: str, value: str | None, own: Any) -> Trained:
-    """Finds the checkpoint of `<verb>.<key>=<value>`. own: the verb's section, for `average` and `weights`.
-
-    Raises DataError without a checkpoint, or with too few for an average; ConfigError without a moving average.
-    """
+    """Finds the checkpoint of `<verb>.<key>=<value>`. own: the verb's section, for `average` and `weights`. Raises
+    DataError without a checkpoint, or with too few for an average; ConfigError without a moving average."""
     path = find_checkpoint(f"{verb}.{key}", value)
     stored = read_yaml(path / "config.yaml")
     if own.weights == "ema" and stored.optim.ema_decay is None:
-        raise ConfigError(
-            f"{verb}.weights=ema: the run of {path} keeps no moving average (optim.ema_decay=null)"
-            f"\n  Leave it out, try {verb}.average=K, or train a run with optim.ema_decay=0.999"
-        )
+        problem = f"{verb}.weights=ema: the run of {path} keeps no moving average (optim.ema_decay=null)"
+        raise mistake(problem, f"Leave it out, try {verb}.average=K, or train a run with optim.ema_decay=0.999")
     averaged = newest(f"{verb}.average", own.average, path, stored) if own.average > 1 else ()
     return Trained(path, stored, tuple(averaged), own.weights)
 
@@ -147,10 +136,7 @@ def named(verb: str, key: str, value: str | None, own: Any) -> Trained:
 def check_overrides(
     verb: str, trained: Sequence[Trained], config: Config, overrides: Sequence[str], also_used: Collection[str]
 ) -> None:
-    """Raises ConfigError for an override that contradicts a checkpoint. The log names unused overrides.
-
-    For the arguments see `find_trained`.
-    """
+    """Raises ConfigError for an override that contradicts a checkpoint; logs unused ones. Arguments: `find_trained`."""
     used, unused = {verb, "experiment", *USED, *also_used}, []
     for override in overrides:
         name, _, value = (part.strip() for part in override.partition("="))
@@ -160,10 +146,8 @@ def check_overrides(
             for each in trained:
                 found = _value(each.config, key)
                 if value != AUTO and _value(config, key) != found:
-                    raise ConfigError(
-                        f"{override}: the checkpoint decides, and in {each.path} {key} is {found}"
-                        "\n  Leave it out, or name another checkpoint"
-                    )
+                    problem = f"{override}: the checkpoint decides, and in {each.path} {key} is {found}"
+                    raise mistake(problem, "Leave it out, or name another checkpoint")
         elif not used & {name, section}:
             unused.append(name)
     if unused:
@@ -190,10 +174,8 @@ def restore_here(run: str | Path, device: str) -> Restored:
 
 
 def restore(trained: Trained, config: Config, world: World) -> Restored:
-    """Loads the model of a checkpoint, unsharded, on this rank's device, with kernels and precision of `config`.
-
-    A collective call. Raises DataError if the checkpoint is damaged, ConfigError if the kernels cannot run.
-    """
+    """Loads the model of a checkpoint, unsharded, on this rank's device, with kernels and precision of `config`. A
+    collective call. Raises DataError if the checkpoint is damaged, ConfigError if the kernels cannot run."""
     path = trained.path
     check_size(path, trained.config.model)
     check_weights_fit(path, trained.config.model, world.device)
@@ -217,11 +199,8 @@ def restore(trained: Trained, config: Config, world: World) -> Restored:
 
 
 def newest(key: str, n: int, last: Path, config: Config) -> list[Path]:
-    """The `n` newest checkpoints of a run up to `last`, the oldest first.
-
-    key: the name in messages. config: of `last`. Raises DataError if there are fewer, or if a config or tokenizer
-    differs, as in a directory of several runs.
-    """
+    """The `n` newest checkpoints of a run up to `last`, the oldest first. key: the name in messages. config: of `last`.
+    Raises DataError if there are fewer, or if a config or tokenizer differs, as in a directory of several runs."""
     last = last.resolve()  # it may be `.` or a link
     there = list_checkpoints(last.parent)
     if last not in there:

@@ -18,6 +18,8 @@ from ngpt_train.models.decoding import Recomputed
 from ngpt_train.models.encoder_decoder import EncoderDecoder
 from ngpt_train.training.guards import NumericalError
 
+Stops = Callable[[int, int], bool]  # called with the number of a row and its new token; True ends the row
+
 
 @dataclass
 class Row:
@@ -32,16 +34,18 @@ class Row:
     # The reason: eos; stop; length (max_new_tokens); nothing_left (the options forbid every token).
     end: str | None = None
 
-    def add(self, logits: Tensor, config: GenerateConfig, eos: int, vocab_size: int) -> None:
-        """Samples a token from the first `vocab_size` logits `(V,)`, on the CPU, or sets `end`."""
-        if not logits[:vocab_size].isfinite().all():
+    def add(self, logits: Tensor, config: GenerateConfig, tokenizer: Tokenizer) -> None:
+        """Samples a token of the tokenizer from logits `(V,)`, on the CPU, or sets `end`. The model may have more ids,
+        which are never sampled. Raises NumericalError for logits that are not finite."""
+        of_tokenizer = logits[: tokenizer.vocab_size]
+        if not of_tokenizer.isfinite().all():
             raise NumericalError("the model's logits are not finite: its weights are NaN or far too large")
-        allowed = restricted(logits[:vocab_size], self.read, len(self.new), config, eos)
+        allowed = restricted(of_tokenizer, self.read, len(self.new), config, tokenizer.eos)
         if (allowed == -torch.inf).all():
             self.end = "nothing_left"
             return
         token = sample(allowed, config, self.generator)
-        if token == eos:
+        if token == tokenizer.eos:
             self.end = "eos"
             return
         self.new.append(token)
@@ -67,26 +71,16 @@ def row_of(model: Decoder, prompt: Tensor, seed: int) -> Row:
 
 
 def continue_rows(
-    reader: Recomputed,
-    rows: Sequence[Row],
-    config: GenerateConfig,
-    eos: int,
-    vocab_size: int,
-    stops: Callable[[int, int], bool],
+    reader: Recomputed, rows: Sequence[Row], config: GenerateConfig, tokenizer: Tokenizer, stops: Stops
 ) -> None:
-    """Continues each row until it has an `end`.
-
-    reader: computes the logits. vocab_size: of the tokenizer; the model may have more ids, which are never sampled.
-    stops(row, token): called for each new token; True ends the row. Raises NumericalError for logits that are not
-    finite.
-    """
+    """Continues each row until it has an `end`. reader: computes the logits. Raises as `Row.add`."""
     logits = reader.begin([row.prompt for row in rows]).cpu()
     going_on = {number: row for number, row in enumerate(rows) if row.end is None}
     while going_on:
         tokens = {}
         for number, row in list(going_on.items()):
             n_before = len(row.new)
-            row.add(logits[number], config, eos, vocab_size)
+            row.add(logits[number], config, tokenizer)
             if len(row.new) > n_before and stops(number, row.new[-1]):
                 row.end = "stop"
             if row.end is None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -87,7 +88,8 @@ class Validation:
     """
 
     def __init__(self, rows: Rows, n_bytes: NDArray[np.int64], chosen: NDArray[np.int64]) -> None:
-        batch = rows.batch(np.sort(chosen))  # tokens, targets, ...: (N, context)
+        self.numbers = np.sort(chosen)  # (N,)
+        batch = rows.batch(self.numbers)  # tokens, targets, ...: (N, context)
         tokens, targets, *_ = batch
         self.batch = [torch.from_numpy(part) for part in batch]
         self.targets = targets[targets != IGNORED]
@@ -95,6 +97,7 @@ class Validation:
         self.n_bytes = 0 if isinstance(rows, LabelRows) else int(n_bytes[self.targets].sum())
         self.rows_hash = hash_of(tokens, targets)
         self.chunk = min(self.n_rows, max(1, CHUNK_TOKENS // context))
+        self._n_chunks = -(-self.n_rows // self.chunk)
 
     @torch.no_grad()
     def row_losses(self, model: Decoder, world: World) -> RowLosses:
@@ -110,14 +113,9 @@ class Validation:
         found, hits, answers = world.sum_(sums).flatten(1)[:, : self.n_rows].cpu().numpy()
         n_targets = (self.batch[1] != IGNORED).sum(1).numpy()
         config = model.config
-        return RowLosses(
-            found,
-            n_targets,
-            self.n_bytes,
-            self.rows_hash,
-            n_hits=int(hits.sum()) if config.objective == "masked" else None,
-            answers=Answers(self.targets, answers, config.n_classes) if config.n_classes else None,
-        )
+        n_hits = int(hits.sum()) if config.objective == "masked" else None
+        answered = Answers(self.targets, answers, config.n_classes) if config.n_classes else None
+        return RowLosses(found, n_targets, self.n_bytes, self.rows_hash, n_hits, answered)
 
     @torch.no_grad()
     def token_losses(self, model: Decoder, world: World) -> NDArray[np.float64]:
@@ -126,14 +124,9 @@ class Validation:
         found = np.zeros((self._n_chunks * self.chunk, self.batch[1].shape[1]))
         for index, loss in self._losses(model, world):
             assert loss.by_token is not None
-            losses = loss.by_token
-            n_targets = losses.shape[1]  # an encoder-decoder has no losses for the source
-            found[index * self.chunk : (index + 1) * self.chunk, -n_targets:] = losses.double().cpu().numpy()
+            n_targets = loss.by_token.shape[1]  # an encoder-decoder has no losses for the source
+            found[index * self.chunk : (index + 1) * self.chunk, -n_targets:] = loss.by_token.double().cpu().numpy()
         return found[: self.n_rows]
-
-    @property
-    def _n_chunks(self) -> int:
-        return -(-self.n_rows // self.chunk)
 
     def _losses(self, model: Decoder, world: World) -> Iterator[tuple[int, Loss]]:
         """The number of each of this rank's chunks, and its losses, by_token `(chunk, targets)`."""
@@ -144,24 +137,15 @@ class Validation:
                     yield index, loss
 
     def _chunk(self, index: int, device: torch.device) -> list[Tensor]:
-        """Tokens, targets and document ids of a chunk, each `(chunk, context)` int64.
-
-        The last chunk is filled up with rows of ignored targets.
-        """
-        filled = []
-        for part, filler in zip(self.batch, (0, IGNORED, 0), strict=False):
-            rows = torch.full((self.chunk, part.shape[1]), filler, dtype=torch.int64)
-            own = part[index * self.chunk : (index + 1) * self.chunk]
-            rows[: len(own)] = own
-            filled.append(rows.to(device))
-        return filled
+        """Tokens, targets and document ids `(chunk, context)`; the last chunk is filled up with ignored targets."""
+        own = [part[index * self.chunk : (index + 1) * self.chunk] for part in self.batch]
+        missing = (0, 0, 0, self.chunk - len(own[0]))
+        return [F.pad(x, missing, value=fill).to(device) for x, fill in zip(own, (0, IGNORED, 0), strict=False)]
 
 
 class Evaluations:
-    """Validates a model on rows of a split: at model.context, and at each of eval.contexts.
-
-    Raises DataError if the split is shorter than a row of a context.
-    """
+    """Validates a model on rows of a split: at model.context, and at each of eval.contexts. Raises DataError if the
+    split is shorter than a row of a context."""
 
     def __init__(self, tokens: Tokens, tokenizer: Tokenizer, config: Config) -> None:
         self.config = config
@@ -173,7 +157,7 @@ class Evaluations:
         self._all = at_contexts(tokens, tokenizer, config, chosen, contexts)
         fewer = within < len(chosen)
         self._early = at_contexts(tokens, tokenizer, config, chosen[:within], contexts) if fewer else self._all
-        self._is_early = np.isin(np.sort(chosen), chosen[:within])  # of all chosen rows, in their order
+        self._is_early = np.isin(self.at_training_context.numbers, chosen[:within])  # of all chosen rows
 
     @property
     def at_training_context(self) -> Validation:
@@ -264,10 +248,8 @@ class RowFiles:
                 path.unlink()
 
     def write(self, step: int, losses: Mapping[int, RowLosses]) -> None:
-        """Writes the files of a step, unless it has a record: a resumed run may repeat a validation.
-
-        Raises DataError if they cannot be written.
-        """
+        """Writes the files of a step, unless it has a record: a resumed run may repeat a validation. Raises DataError
+        if they cannot be written."""
         if step in self._recorded:
             return
         try:

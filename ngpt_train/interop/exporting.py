@@ -19,9 +19,9 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import json_lines, read_json, sync, write_json
 from ngpt_train.core.secrets import redacted
 from ngpt_train.evaluation.restore import Restored
-from ngpt_train.interop.layouts.layout import NOTE, Layout
+from ngpt_train.interop.layouts.layout import NOTE, Layout, Tensors
 from ngpt_train.interop.safetensors_files import FLOATS, write_tensors
-from ngpt_train.interop.tokenizer_files import write_tokenizers
+from ngpt_train.interop.tokenizer_files import OF_TRANSFORMERS, write_tokenizers
 from ngpt_train.interop.verification import AUTO_MODELS, check_bits, check_logits, check_reader, difference, random_rows
 from ngpt_train.models.weights import export_weights, load_weights
 from ngpt_train.training.checkpoint.catalogue import read_progress
@@ -33,10 +33,8 @@ METRICS = ("loss", "ppl", "bits_per_byte")
 
 
 def export(restored: Restored, own: ExportConfig, layout: Layout, say: Callable[[str], object]) -> Path:
-    """Writes export.out, complete or not at all; returns it. say: called with each sentence of the output.
-
-    Raises ConfigError or DataError if it cannot be written, NumericalError if the written model differs.
-    """
+    """Writes export.out, complete or not at all; returns it. say: called with each sentence of the output. Raises
+    ConfigError or DataError if it cannot be written, NumericalError if the written model differs."""
     assert own.out is not None
     out = Path(own.out).expanduser()
     try:
@@ -45,7 +43,7 @@ def export(restored: Restored, own: ExportConfig, layout: Layout, say: Callable[
             for sentence in _write(restored, own, layout, work):
                 said.append(sentence)
                 say(sentence)
-            has_tokenizer = (work / "tokenizer.json").exists()
+            has_tokenizer = (work / OF_TRANSFORMERS).exists()
             (work / "README.md").write_text(redacted(card(restored, layout, own.dtype, said, has_tokenizer)))
             mode = (work / "config.json").stat().st_mode
             for path in work.rglob("*"):
@@ -64,8 +62,7 @@ def _write(restored: Restored, own: ExportConfig, layout: Layout, work: Path) ->
     config, model, tokenizer = restored.config.model, restored.model, restored.tokenizer
     trained = export_weights(model)
     weights = rounded(trained, own.dtype)
-    statistics = {f"{STATISTICS}{name}": value.clone() for name, value in model.statistics().items()}
-    stored = {**weights, **statistics}
+    stored = weights | {f"{STATISTICS}{name}": value.clone() for name, value in model.statistics().items()}
     tensors = layout.to_foreign(stored, config)
     files = write_tensors(work, tensors, own.max_shard_gb * 1e9)
     n_bytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -108,9 +105,7 @@ def rounded(weights: dict[str, Tensor], dtype: str) -> dict[str, Tensor]:
     return found
 
 
-def _move_to(
-    model: torch.nn.Module, trained: dict[str, Tensor], weights: dict[str, Tensor], rows: Tensor, dtype: str
-) -> str:
+def _move_to(model: torch.nn.Module, trained: Tensors, weights: Tensors, rows: Tensor, dtype: str) -> str:
     """Gives `model` the rounded weights. Returns a sentence with the change of its logits."""
     with torch.no_grad():
         before = [model(row) for row in rows.split(1)]
@@ -174,23 +169,21 @@ def plain(text: str) -> str:
     return re.sub(r"[\\`*\[\]<>|]", r"\\\g<0>", " ".join(text.split()))
 
 
-def _last_start(run: Path) -> dict[str, Any]:
+def _last_start(run: Path) -> Any:
     """The run's last entry in run.json; empty for a checkpoint that was copied out of its run."""
     try:
-        start: dict[str, Any] = read_json(run / "run.json")["starts"][-1]
+        return read_json(run / "run.json")["starts"][-1]
     except (DataError, LookupError, TypeError):
         return {}
-    return start
 
 
 def _validation(run: Path, step: int, restored: Restored) -> str:
     """The metrics of the run's last eval record up to `step`."""
-    last = None
-    if (run / "metrics.jsonl").is_file():
-        for _, record in json_lines(run / "metrics.jsonl"):
-            known = record is not None and record.get("kind") == "eval" and type(record.get("loss")) is float
-            if record is not None and known and record.get("step", -1) <= step:
-                last = record
+    path, last = run / "metrics.jsonl", None
+    for _, record in json_lines(path) if path.is_file() else ():
+        is_eval = record is not None and record.get("kind") == "eval" and type(record.get("loss")) is float
+        if is_eval and record.get("step", -1) <= step:
+            last = record
     if last is None:
         return "not recorded"
     numbers = ", ".join(f"{name} {last[name]:.6g}" for name in METRICS if type(last.get(name)) is float)
@@ -202,16 +195,12 @@ def _loading(layout: Layout, has_tokenizer: bool) -> str:
     """Code that loads the model."""
     if not layout.for_transformers:
         return 'from read_weights import read\n\nweights = read(".")  # numpy arrays by name'
-    trust, auto = ", trust_remote_code=True" if layout.files else "", AUTO_MODELS[layout.objective]
-    if not has_tokenizer:
-        return f"""from transformers import {auto}
-
-model = {auto}.from_pretrained("."{trust})"""
-    lines = f"""from transformers import {auto}, AutoTokenizer
-
-model = {auto}.from_pretrained("."{trust})
-tokenizer = AutoTokenizer.from_pretrained("."{trust})"""
-    if layout.objective == "masked":
-        return lines
-    return f"""{lines}
-print(tokenizer.decode(model.generate(**tokenizer("The ", return_tensors="pt"), max_new_tokens=50)[0]))"""
+    here, auto = '"."' + ", trust_remote_code=True" * bool(layout.files), AUTO_MODELS[layout.objective]
+    lines = [f"from transformers import {auto}", "", f"model = {auto}.from_pretrained({here})"]
+    if has_tokenizer:
+        lines[0] += ", AutoTokenizer"
+        lines.append(f"tokenizer = AutoTokenizer.from_pretrained({here})")
+        if layout.objective != "masked":
+            text = 'model.generate(**tokenizer("The ", return_tensors="pt"), max_new_tokens=50)[0]'
+            lines.append(f"print(tokenizer.decode({text}))")
+    return "\n".join(lines)

@@ -16,7 +16,7 @@ from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.places import new_directory
 from ngpt_train.config.schema import Config, TokenizerConfig, build, schema_keys
 from ngpt_train.config.stored import read_yaml, write_yaml
-from ngpt_train.config.validate import any_of, check_leaf, flatten, show
+from ngpt_train.config.validate import any_of, check_leaf, flatten, mistake, show
 from ngpt_train.core.errors import ConfigError, DataError, in_one_line
 from ngpt_train.core.files import read_json, write_json
 from ngpt_train.data.tokenizers import MODEL_FILES, load_tokenizer, write_tokenizer
@@ -53,25 +53,22 @@ class Imported:
 
 
 def read_model(source: str, revision: str | None, tokenizer: TokenizerConfig | None = None) -> Imported:
-    """The model of import.source. tokenizer: for a checkpoint of NVIDIA's, which has none.
-
-    Raises ConfigError or DataError if it cannot be read or its parts do not fit.
-    """
+    """The model of import.source. tokenizer: for a checkpoint of NVIDIA's, which has none. Raises ConfigError or
+    DataError if it cannot be read or its parts do not fit."""
     path, commit = Path(source).expanduser(), None
     if not path.exists() and ON_HUB.fullmatch(source):
         path, commit = _fetched(source, revision)
     elif not path.exists():
         raise DataError(f"import.source={source}: no directory, no file, and no model of the hub, which is OWNER/NAME")
     elif revision is not None:
-        raise ConfigError(f"import.revision={revision}: {source} is on this machine\n  Leave it out")
+        raise mistake(f"import.revision={revision}: {source} is on this machine", "Leave it out")
     if path.suffix in (".safetensors", ".json") and path.is_file():
         raise DataError(f"import.source={source}: one file of a model. Name its directory")
     if tokenizer is not None and path.is_dir():
-        raise ConfigError(f"tokenizer={tokenizer.kind}: {source} has its own tokenizer\n  Leave it out")
+        raise mistake(f"tokenizer={tokenizer.kind}: {source} has its own tokenizer", "Leave it out")
     try:
         imported = _of_nvidia(path, tokenizer) if path.is_file() else _of_directory(path, commit)
-        ids, known = imported.config.model.vocab_size, imported.tokenizer.vocab_size
-        assert isinstance(ids, int)
+        ids, known = int(imported.config.model.vocab_size), imported.tokenizer.vocab_size
         if ids < known:
             raise DataError(f"the tokenizer has {known} ids, the model {ids}. It is not the tokenizer of this model")
         return imported
@@ -81,9 +78,8 @@ def read_model(source: str, revision: str | None, tokenizer: TokenizerConfig | N
 
 def _of_directory(path: Path, commit: str | None) -> Imported:
     if not (path / "config.json").is_file():
-        is_run = (path / "config.yaml").is_file() and (path / "checkpoints").is_dir()
         fix = "Name the directory of one, or ckpt.pt"
-        if is_run:
+        if (path / "config.yaml").is_file() and (path / "checkpoints").is_dir():
             fix = "It is a run already: name it in evaluate, generate, analyze, export or run.init_from"
         raise DataError(f"{path} has no config.json, so it is no model of `export` or save_pretrained\n  {fix}")
     config_json = read_json(path / "config.json")
@@ -102,20 +98,20 @@ def _of_nvidia(path: Path, chosen: TokenizerConfig | None) -> Imported:
     keys, tensors, notes = read_nvidia(path)
     model = _model_config(keys)
     if chosen is None:
-        raise ConfigError(
-            f"{path}: a checkpoint of NVIDIA's code holds no tokenizer\n  Name the tokenizer of its training data, "
-            "such as tokenizer=gpt2, or tokenizer=sentencepiece tokenizer.path=FILE"
-        )
+        example = "such as tokenizer=gpt2, or tokenizer=sentencepiece tokenizer.path=FILE"
+        fix = f"Name the tokenizer of its training data, {example}"
+        raise mistake(f"{path}: a checkpoint of NVIDIA's code holds no tokenizer", fix)
     return Imported(_defaults(model), tensors, load_tokenizer(chosen), "a checkpoint of NVIDIA's code", None, notes)
 
 
 def _layout_of(config_json: Mapping[str, Any]) -> str:
-    note = config_json.get(NOTE)
-    found = note.get("layout") if isinstance(note, dict) else config_json.get("model_type")
+    note, key = config_json.get(NOTE), "model_type"
+    found = config_json.get(key)
+    if isinstance(note, dict):
+        key, found = f"{NOTE}.layout", note.get("layout")
     name = ALSO.get(found, found) if isinstance(found, str) else None
     if name in LAYOUTS:
         return name
-    key = f"{NOTE}.layout" if isinstance(note, dict) else "model_type"
     problem = f"config.json: {key}={show(found)} is not {any_of([*LAYOUTS, *ALSO])}"
     raise DataError(f"{problem}. This model cannot be imported")
 
@@ -157,19 +153,15 @@ def _fetched(source: str, revision: str | None) -> tuple[Path, str]:
     try:
         path = Path(snapshot_download(source, revision=revision, allow_patterns=FETCHED, ignore_patterns=IN_FOLDERS))
     except Exception as error:  # the library's own errors change with its version
-        at = "" if revision is None else f" at {revision}"
-        raise DataError(
-            f"import.source={source}: {source}{at} cannot be fetched from the hub ({in_one_line(error)}). Check the "
-            "name and the network, or name a directory with the model"
-        ) from None
+        problem = f"{source}{f' at {revision}' if revision else ''} cannot be fetched from the hub"
+        fix = "Check the name and the network, or name a directory with the model"
+        raise DataError(f"import.source={source}: {problem} ({in_one_line(error)}). {fix}") from None
     return path, path.name
 
 
 def write_run(imported: Imported, source: str, out: Path) -> Path:
-    """Writes config.yaml, run.json and checkpoints/step_00000000 into `out`, all or nothing; returns it.
-
-    Raises DataError if the tensors do not fit the model, or cannot be written.
-    """
+    """Writes config.yaml, run.json and checkpoints/step_00000000 into `out`, all or nothing; returns it. Raises
+    DataError if the tensors do not fit the model, or cannot be written."""
     n_params = check_weights(imported, source)
     config = config_of_run(imported, out)
     with new_directory("import.out", out) as work:
@@ -179,16 +171,13 @@ def write_run(imported: Imported, source: str, out: Path) -> Path:
             write_json(directory / "tokenizer.json", write_tokenizer(imported.tokenizer, directory))
 
         # A checkpoint has the statistics of each rank; here of a single one.
-        tensors = {
-            name: value[None] if name.startswith(STATISTICS) else value for name, value in imported.tensors.items()
-        }
+        tensors = {name: x[None] if name.startswith(STATISTICS) else x for name, x in imported.tensors.items()}
         pieces = tuple(piece for name, value in tensors.items() for piece in pieces_of(name, value))
         progress = {"step": 0, "tokens": 0, "train_seconds": 0.0, "world_size": 1, "data": {}}
         n_bytes = SPARE + sum(value.nbytes for value in tensors.values())
         world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
-        Checkpoints(work / "checkpoints", world, keep_last=1, keep_every=None).write(
-            Snapshot(0, pieces, n_bytes, progress, add_files, loss=None), world
-        )
+        snapshot = Snapshot(0, pieces, n_bytes, progress, add_files, loss=None)
+        Checkpoints(work / "checkpoints", world, keep_last=1, keep_every=None).write(snapshot, world)
         write_json(work / "run.json", {"starts": [_start(imported, source, n_params)], "saved": 0})
         write_yaml(config, work / "config.yaml")
     return out

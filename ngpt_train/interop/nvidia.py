@@ -8,7 +8,7 @@ import math
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import DataError
-from ngpt_train.interop.layouts.layout import check_layers, check_tensors, checked_config
+from ngpt_train.interop.layouts.layout import Tensors, check_layers, check_tensors, checked_config, turned
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.ngpt.keys import NGPTConfig
 
@@ -38,12 +38,12 @@ ROTATION = (
 
 
 class Part(NamedTuple):
-    """One of our weights: `cut` takes it out of their tensor `theirs`, which has `shape`."""
+    """One of our weights: `rows` of their tensor `theirs`, which has `shape`."""
 
     theirs: str
     shape: tuple[int, ...]
     ours: str
-    cut: Callable[[Tensor], Tensor]
+    rows: slice = slice(None)
 
 
 def read_nvidia(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
@@ -62,9 +62,9 @@ def read_nvidia(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], list[str
     table = list(parts(arguments))
     check_tensors(state, {part.theirs: part.shape for part in table}, str(path))
     weights = {}
-    for theirs, _, name, cut in table:
-        x = state[theirs]
-        x = weights[name] = cut(x.to(torch.promote_types(x.dtype, torch.float32))).clone()
+    for theirs, _, name, rows in table:
+        x = state[theirs][rows]
+        x = weights[name] = turned(name, x.to(torch.promote_types(x.dtype, torch.float32))).clone()
         if not x.isfinite().all():
             raise DataError(f"{path}: {name} has values that are not finite. Take an earlier checkpoint")
     notes = [f"{path}: {ROTATION}"]
@@ -126,80 +126,50 @@ def check_arguments(arguments: Mapping[str, Any], path: Path) -> None:
 def model_keys(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """model.* keys by dotted names, with the constants of their Block."""
     layers, heads, d, context, vocabulary = (arguments[name] for name in SIZES)
-    keys = {
-        "d_model": d,
-        "n_layers": layers,
-        "n_heads": heads,
-        "n_kv_heads": heads,
-        "d_mlp": 4 * d,
-        "vocab_size": vocabulary,
-        "context": context,
-        "tied_embeddings": False,
-        "rope_base": 10000.0,
-        "rope_layout": "interleaved",  # their code pairs neighbours too
-        "activation": "silu",
-    }
+    keys: dict[str, Any] = {"d_model": d, "n_layers": layers, "n_heads": heads, "n_kv_heads": heads, "d_mlp": 4 * d}
+    keys |= {"vocab_size": vocabulary, "context": context, "tied_embeddings": False, "activation": "silu"}
+    keys |= {"rope_base": 10000.0, "rope_layout": "interleaved"}  # their code pairs neighbours too
     if not arguments["use_nGPT"]:
         return {"name": "gpt", **keys, "norm_eps": 1e-6, "qk_norm": False, "mlp": "gated"}
     keys = {"name": "ngpt", **keys, "constraint": "projection", "alpha_sign": "positive"}
     scale = arguments["base_scale"]
     base = "1/sqrt(d)" if scale == 1 / math.sqrt(d) else scale
     # A scale vector is stored * init_value / init_scaling, as in ours.
-    init = {"alpha_attn": 0.05, "alpha_mlp": 0.05, "s_qk": 1.0, "s_u": 1.0, "s_v": 1.0, "s_z": 1.0}
-    for name, value in init.items():
-        keys |= {f"{name}.kind": "vector", f"{name}.init": value}
+    for name in ("alpha_attn", "alpha_mlp", "s_qk", "s_u", "s_v", "s_z"):
+        keys |= {f"{name}.kind": "vector", f"{name}.init": 0.05 if name.startswith("alpha") else 1.0}
         keys[f"{name}.scale"] = 1.0 if name in ("s_u", "s_v") else base
     return keys
 
 
 def parts(arguments: Mapping[str, Any]) -> Iterator[Part]:
-    """All of our weights. They apply matrices from the left, so W_o and W_down are transposed."""
+    """All of our weights. `turned` then transposes W_o and W_down: they apply matrices from the left."""
     d, V, is_ngpt = arguments["n_embd"], arguments["vocab_size"], arguments["use_nGPT"] == 1
-
-    def first(x: Tensor) -> Tensor:
-        return x[: 4 * d]
-
-    def second(x: Tensor) -> Tensor:
-        return x[4 * d :]
-
-    yield Part("transformer.wte.weight", (V, d), "embedding", whole)
-    yield Part("lm_head.weight", (V, d), "output", whole)
-    yield Part("sz", (V,), "s_z", whole) if is_ngpt else Part("rmsnorm_f.weight", (d,), "norm_final", whole)
+    first, second = slice(4 * d), slice(4 * d, None)
+    yield Part("transformer.wte.weight", (V, d), "embedding")
+    yield Part("lm_head.weight", (V, d), "output")
+    yield Part("sz", (V,), "s_z") if is_ngpt else Part("rmsnorm_f.weight", (d,), "norm_final")
     for i in range(arguments["n_layer"]):
         theirs, ours = f"transformer.h.{i}.", f"layers.{i}."
-        for name, own in (("query", "wq"), ("key", "wk"), ("value", "wv")):
-            yield Part(f"{theirs}{name}.weight", (d, d), ours + own, whole)
-        yield Part(f"{theirs}att_c_proj.weight", (d, d), f"{ours}wo", transposed)
+        for name, own in (("query", "wq"), ("key", "wk"), ("value", "wv"), ("att_c_proj", "wo")):
+            yield Part(f"{theirs}{name}.weight", (d, d), ours + own)
         yield Part(f"{theirs}c_fc.weight", (8 * d, d), f"{ours}w_u", first)
         yield Part(f"{theirs}c_fc.weight", (8 * d, d), f"{ours}w_v", second)
-        yield Part(f"{theirs}mlp_c_proj.weight", (d, 4 * d), f"{ours}w_down", transposed)
+        yield Part(f"{theirs}mlp_c_proj.weight", (d, 4 * d), f"{ours}w_down")
         if is_ngpt:
             for name, own in (("attn_alpha", "alpha_attn"), ("mlp_alpha", "alpha_mlp"), ("sqk", "s_qk")):
-                yield Part(theirs + name, (d,), ours + own, whole)
+                yield Part(theirs + name, (d,), ours + own)
             yield Part(f"{theirs}suv", (8 * d,), f"{ours}s_u", first)
             yield Part(f"{theirs}suv", (8 * d,), f"{ours}s_v", second)
         else:
             for name, own in (("rmsnorm_att", "norm_attn"), ("rmsnorm_mlp", "norm_mlp")):
-                yield Part(f"{theirs}{name}.weight", (d,), ours + own, whole)
+                yield Part(f"{theirs}{name}.weight", (d,), ours + own)
 
 
-def whole(x: Tensor) -> Tensor:
-    return x
-
-
-def transposed(x: Tensor) -> Tensor:
-    return x.T.contiguous()
-
-
-def checked_lengths(weights: Mapping[str, Tensor], path: Path) -> str:
-    """A sentence about the lengths of rows. train.py normalises rows after each step, mostly in bf16.
-
-    Raises DataError if a length is not 1.
-    """
-    farthest = max((x.norm(dim=-1).sub(1).abs().max().item(), name) for name, x in weights.items() if x.ndim == 2)
-    if not farthest[0] < LONGEST:
-        raise DataError(
-            f"{path}: a row of {farthest[1]} has a length {farthest[0]:.2g} away from 1. train.py gives every row of "
-            "nGPT length 1 before it saves, so this is no checkpoint of it"
-        )
-    return f"{path}: rows have length 1 to {farthest[0]:.1e}, as stored; the first step of training makes it exact"
+def checked_lengths(weights: Tensors, path: Path) -> str:
+    """A sentence about the lengths of rows. train.py normalises rows after each step, mostly in bf16. Raises DataError
+    if a length is not 1."""
+    most, name = max((x.norm(dim=-1).sub(1).abs().max().item(), name) for name, x in weights.items() if x.ndim == 2)
+    if not most < LONGEST:
+        why = "train.py gives every row of nGPT length 1 before it saves, so this is no checkpoint of it"
+        raise DataError(f"{path}: a row of {name} has a length {most:.2g} away from 1. {why}")
+    return f"{path}: rows have length 1 to {most:.1e}, as stored; the first step of training makes it exact"

@@ -41,7 +41,7 @@ def write_tokenizers(directory: Path, tokenizer: Tokenizer, context: int, eos_in
         content, eos = tokenizer_json(tokenizer, eos_in_front)
     except NoCounterpartError as problem:
         return f"no tokenizer for transformers: {problem}; {OWN}/ has the tokenizer in the files of ngpt-train"
-    (directory / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    (directory / OF_TRANSFORMERS).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
     write_json(
         directory / "tokenizer_config.json",
         {
@@ -68,10 +68,8 @@ def tokenizer_of(directory: Path, config_json: Mapping[str, Any]) -> tuple[Token
     elif (path := directory / OF_SENTENCEPIECE).is_file():
         tokenizer = SentencePieceTokenizer(_content(path), str(path))
     else:
-        raise DataError(
-            f"{directory}: there is no tokenizer: neither {OWN}/, nor {OF_TRANSFORMERS}, nor {OF_SENTENCEPIECE}. Copy "
-            "the model's tokenizer into it"
-        )
+        problem = f"there is no tokenizer: neither {OWN}/, nor {OF_TRANSFORMERS}, nor {OF_SENTENCEPIECE}"
+        raise DataError(f"{directory}: {problem}. Copy the model's tokenizer into it")
     bos = config_json.get("bos_token_id")
     if bos in (None, tokenizer.eos):
         return tokenizer, []
@@ -100,10 +98,8 @@ def _eos(directory: Path, config_json: Mapping[str, Any]) -> str | int:
         return named
     if type(number) is int:
         return number
-    raise DataError(
-        f"{directory}: which token ends a text? tokenizer_config.json has no eos_token, and eos_token_id of "
-        "config.json is no number. Write one of them"
-    )
+    problem = "tokenizer_config.json has no eos_token, and eos_token_id of config.json is no number"
+    raise DataError(f"{directory}: which token ends a text? {problem}. Write one of them")
 
 
 class NoCounterpartError(Exception):
@@ -111,20 +107,14 @@ class NoCounterpartError(Exception):
 
 
 def tokenizer_json(tokenizer: Tokenizer, eos_in_front: bool) -> tuple[Json, str]:
-    """The content of tokenizer.json, and the name of the end-of-text token.
-
-    eos_in_front: adds this token in front of a text, as for a decoder. Raises NoCounterpartError.
-    """
+    """The content of tokenizer.json, and the name of the end-of-text token. eos_in_front: adds this token in front of a
+    text, as for a decoder. Raises NoCounterpartError."""
     content, eos = _COUNTERPARTS[tokenizer.kind](tokenizer)
     template = [{"SpecialToken": {"id": eos, "type_id": 0}}] if eos_in_front else []
     first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
-    special = {eos: {"id": eos, "ids": [tokenizer.eos], "tokens": [eos]}}
-    content["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [*template, first],
-        "pair": [*template, first, second],
-        "special_tokens": special if eos_in_front else {},
-    }
+    special = {eos: {"id": eos, "ids": [tokenizer.eos], "tokens": [eos]}} if eos_in_front else {}
+    texts = {"single": [*template, first], "pair": [*template, first, second]}
+    content["post_processor"] = {"type": "TemplateProcessing", **texts, "special_tokens": special}
     return content, eos
 
 
@@ -187,13 +177,9 @@ def _sentencepiece(tokenizer: Tokenizer) -> tuple[Json, str]:
     # Without it, training turns the space symbol itself into bytes. So the file then spells the space as a space, and
     # does not know the symbol, which becomes bytes.
     spelled = [entry.piece if adds_space else entry.piece.replace(SPACE_SYMBOL, " ") for entry in file.pieces]
-    unknown = [spelled[i] for i, entry in enumerate(file.pieces) if entry.type == UNKNOWN]
-    model = {
-        **_bpe({piece: i for i, piece in enumerate(spelled)}, _merges(spelled, file)),
-        "unk_token": unknown[0] if unknown else None,
-        "fuse_unk": True,
-        "byte_fallback": True,
-    }
+    unknown = next((spelled[i] for i, entry in enumerate(file.pieces) if entry.type == UNKNOWN), None)
+    model = _bpe({piece: i for i, piece in enumerate(spelled)}, _merges(spelled, file))
+    model |= {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
     normalizer: Json | None = None
     decoders: list[Json] = [{"type": "ByteFallback"}, {"type": "Fuse"}]
     if adds_space:
@@ -237,35 +223,18 @@ def _byte_level(vocab: dict[str, int], merges: list[list[str]], eos: int, words:
 
 
 def _bpe(vocab: dict[str, int], merges: list[list[str]]) -> Json:
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-        "vocab": vocab,
-        "merges": merges,
-    }
+    nothing = dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"))
+    off = dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)
+    return {"type": "BPE", **nothing, **off, "vocab": vocab, "merges": merges}
 
 
 def _file(model: Json, special: Mapping[str, int], **steps: Json | None) -> Json:
     """A tokenizer.json. special: its special tokens, by name."""
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": i, "content": name, **flags} for name, i in special.items()],
-        "normalizer": None,
-        "pre_tokenizer": None,
-        "post_processor": None,
-        "decoder": None,
-        **steps,
-        "model": model,
-    }
+    flags = {**dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False), "special": True}
+    added = [{"id": i, "content": name, **flags} for name, i in special.items()]
+    content: Json = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
+    content |= dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder"))
+    return {**content, **steps, "model": model}
 
 
 _COUNTERPARTS = {"bytes": _bytes, "gpt2": _gpt2, "hf": _hf, "sentencepiece": _sentencepiece, "words": _words}

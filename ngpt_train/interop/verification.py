@@ -4,8 +4,8 @@ All arithmetic is in fp32 on the CPU. For an export in bf16 or fp16 the model's 
 difference is only the rounding of fp32.
 """
 
-import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+import runpy
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import in_one_line
-from ngpt_train.interop.layouts.layout import Layout
+from ngpt_train.interop.layouts.layout import Json, Layout, Tensors
 from ngpt_train.interop.layouts.llama import logits_of_transformers
 from ngpt_train.interop.safetensors_files import read_tensors
 from ngpt_train.models.gpt.keys import GPTConfig
@@ -65,13 +65,7 @@ def difference(rows: Tensor, one: Callable[[Tensor], Any], other: Callable[[Tens
     return Difference(largest, scale)
 
 
-def check_bits(
-    directory: Path,
-    layout: Layout,
-    config_json: Mapping[str, Any],
-    weights: Mapping[str, Tensor],
-    written: Mapping[str, Tensor],
-) -> str:
+def check_bits(directory: Path, layout: Layout, config_json: Json, weights: Tensors, written: Tensors) -> str:
     """Reads the directory back and compares each weight bit for bit. Raises NumericalError if one differs.
 
     written: the tensors of the directory's files, which are compared if the layout does not return weights.
@@ -83,20 +77,15 @@ def check_bits(
     return f"written tensors read back: all {len(wanted)} weights equal, bit for bit"
 
 
-def check_reader(directory: Path, weights: Mapping[str, Tensor]) -> str:
+def check_reader(directory: Path, weights: Tensors) -> str:
     """Runs the exported read_weights.py, and compares each weight. Raises NumericalError if one differs."""
-    path = directory / "read_weights.py"
-    spec = importlib.util.spec_from_file_location("read_weights", path)
-    assert spec is not None
-    assert spec.loader is not None
-    reader = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(reader)
-    found = {name: torch.from_numpy(values.copy()).float() for name, values in reader.read(directory).items()}
-    _same(found, weights, f"{path.name} gives other weights")
-    return f"{path.name} reads the same {len(weights)} tensors, bit for bit"
+    read = runpy.run_path(str(directory / "read_weights.py"))["read"]
+    found = {name: torch.from_numpy(values.copy()).float() for name, values in read(directory).items()}
+    _same(found, weights, "read_weights.py gives other weights")
+    return f"read_weights.py reads the same {len(weights)} tensors, bit for bit"
 
 
-def _same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], problem: str) -> None:
+def _same(found: Tensors, wanted: Tensors, problem: str) -> None:
     names = found.keys() ^ wanted.keys()
     names |= {name for name in wanted.keys() & found.keys() if not torch.equal(wanted[name].float(), found[name])}
     if names:
@@ -104,17 +93,10 @@ def _same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], problem: st
 
 
 def check_logits(
-    directory: Path,
-    layout: Layout,
-    model: torch.nn.Module,
-    weights: Mapping[str, Tensor],
-    rows: Tensor,
-    dtype: torch.dtype,
+    directory: Path, layout: Layout, model: torch.nn.Module, weights: Tensors, rows: Tensor, dtype: torch.dtype
 ) -> Iterator[str]:
-    """Loads the directory with transformers, and compares its logits with ours. Yields sentences of the output.
-
-    model: ours, with rounded weights. Raises NumericalError if the difference is more than rounding.
-    """
+    """Loads the directory with transformers, and compares its logits with ours. Yields sentences of the output. model:
+    ours, with rounded weights. Raises NumericalError if the difference is more than rounding."""
     if find_spec("transformers") is None:
         yield f"logits not compared: transformers is not installed ({EXTRA})"
         return
@@ -135,10 +117,8 @@ def check_logits(
     n, length = rows.shape
     name = type(exported).__name__
     if not with_ours.largest <= TOLERANCE * with_ours.scale:
-        raise NumericalError(
-            f"export: the logits of {name} differ by {with_ours}; rounding explains {TOLERANCE:g} of the largest. "
-            "Nothing was exported: please report this"
-        )
+        problem = f"the logits of {name} differ by {with_ours}; rounding explains {TOLERANCE:g} of the largest"
+        raise NumericalError(f"export: {problem}. Nothing was exported: please report this")
     read = f"{n} rows of {length} random ids in fp32"
     if isinstance(config, GPTConfig):
         float_weights = {key: weight.float() for key, weight in weights.items()}
@@ -154,9 +134,8 @@ def check_logits(
         in_half = difference(rows, lambda row: logits(row, half), model)
         yield f"the same rows, {name} in {str(dtype).removeprefix('torch.')} arithmetic: {LARGEST} {in_half}"
         if not in_half.largest < float("inf"):
-            raise NumericalError(
-                f"export: the logits of {name} in half precision are not finite. Use export.dtype=bf16"
-            )
+            problem = f"the logits of {name} in half precision are not finite"
+            raise NumericalError(f"export: {problem}. Use export.dtype=bf16")
 
 
 def loaded(directory: Path, layout: Layout, dtype: torch.dtype) -> Any:
@@ -167,12 +146,8 @@ def loaded(directory: Path, layout: Layout, dtype: torch.dtype) -> Any:
     was_on = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model = getattr(transformers, AUTO_MODELS[layout.objective]).from_pretrained(
-            directory,
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=bool(layout.files),
-        )
+        auto_model, trusted = getattr(transformers, AUTO_MODELS[layout.objective]), bool(layout.files)
+        model = auto_model.from_pretrained(directory, dtype=dtype, local_files_only=True, trust_remote_code=trusted)
     finally:
         if was_on:
             logging.enable_progress_bar()

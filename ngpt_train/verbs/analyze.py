@@ -1,7 +1,7 @@
 """`analyze`: the papers' measurements and figures, from checkpoints and from the telemetry of runs."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.secrets import command_of, redacted
 from ngpt_train.data import open_dataset
 from ngpt_train.distributed.world import World, join_world
-from ngpt_train.evaluation.restore import Restored, Trained, check_overrides, named, restore
+from ngpt_train.evaluation.restore import Trained, check_overrides, named, restore
 from ngpt_train.evaluation.validation import Evaluations
 from ngpt_train.training.checkpoint.catalogue import step_of
 from ngpt_train.verbs.evaluate import combine
@@ -45,17 +45,13 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         raise DataError("analyze: none of the figures can be shown, for the reasons above")
     if config.analyze.out is not None:
         out = Path(config.analyze.out).expanduser()
-        _write(measured, content, out)
+        make_directory(f"analyze.out={out}", out)
+        write_json(content, out / "analysis.json")
+        write_parquet(measured, out / "analysis.parquet")
+        write_pictures(measured, [str(run["name"]) for run in content["runs"]], out / "figures")
+        write_page(measured, content, out / "page.html")
         print(f"written to {out}: page.html, analysis.json, analysis.parquet, figures/")
     return 0
-
-
-def _write(measured: Measured, content: Mapping[str, Any], out: Path) -> None:
-    make_directory(f"analyze.out={out}", out)
-    write_json(content, out / "analysis.json")
-    write_parquet(measured, out / "analysis.parquet")
-    write_pictures(measured, [str(run["name"]) for run in content["runs"]], out / "figures")
-    write_page(measured, content, out / "page.html")
 
 
 def _live(config: Config, said: list[Said]) -> Iterator[OfRun]:
@@ -88,9 +84,15 @@ def _one(
     rows_hash = None
 
     def rows() -> list[Tensor]:
+        """The first analyze.rows validation rows of the run's own data, as `evaluate eval.rows=N` takes them."""
         nonlocal rows_hash
-        batch, rows_hash = rows_of_run(restored, config, overrides)
-        return batch
+        combined = combine(config, restored.config, overrides)
+        rows_alone = replace(combined.eval, rows=config.analyze.rows, tokens=None, contexts=None, budget=None)
+        combined = replace(combined, eval=rows_alone)
+        dataset = open_dataset(combined, restored.tokenizer)
+        validation = Evaluations(dataset.validation, dataset.tokenizer, combined).at_training_context
+        rows_hash = validation.rows_hash
+        return validation.batch
 
     run = gathered(name, restored, needs, rows, config.analyze.batch_rows)
     entry: Said = {
@@ -106,17 +108,6 @@ def _one(
     if run.loss is not None:
         entry |= {"rows": config.analyze.rows, "rows_hash": rows_hash, "loss": run.loss}
     return run, entry
-
-
-def rows_of_run(restored: Restored, config: Config, overrides: Sequence[str]) -> tuple[list[Tensor], str]:
-    """The first analyze.rows validation rows of the run's own data, as `evaluate eval.rows=N` takes them: tokens,
-    targets and optionally document ids `(N, T)`; and their hash."""
-    combined = combine(config, restored.config, overrides)
-    validation = replace(combined.eval, rows=config.analyze.rows, tokens=None, contexts=None, budget=None)
-    combined = replace(combined, eval=validation)
-    dataset = open_dataset(combined, restored.tokenizer)
-    chosen_rows = Evaluations(dataset.validation, dataset.tokenizer, combined).at_training_context
-    return chosen_rows.batch, chosen_rows.rows_hash
 
 
 def summary(measured: Measured) -> str:

@@ -16,13 +16,7 @@ from ngpt_train.core.secrets import command_of
 from ngpt_train.study.audit.certificate import read_certificates
 from ngpt_train.study.compare import step_times
 from ngpt_train.study.compare.compared_keys import covers
-from ngpt_train.study.compare.comparison import (
-    check_out,
-    choose_arms,
-    longest_compared,
-    make_report,
-    write_reports,
-)
+from ngpt_train.study.compare.comparison import check_out, choose_arms, longest_compared, make_report, write_reports
 from ngpt_train.study.compare.given_runs import gather
 from ngpt_train.study.compare.output.document import console
 from ngpt_train.study.compare.runs import Run

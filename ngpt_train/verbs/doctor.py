@@ -27,11 +27,8 @@ WIDTH, CHECK, VERDICT = 120, 20, 8
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:
-    """Rank 0 prints the table, and writes it to doctor.out as JSON. Returns on every rank 0 if a run would work, else
-    2 or 3, as `train` would.
-
-    Raises DataError where the store of torchrun cannot be reached.
-    """
+    """Rank 0 prints the table, and writes it to doctor.out as JSON. Returns on every rank 0 if a run would work, else 2
+    or 3, as `train` would. Raises DataError where the store of torchrun cannot be reached."""
     end_with_launcher()
     place = here()
     try:

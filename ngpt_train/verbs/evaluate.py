@@ -56,13 +56,12 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     out, files = output(config, *rows, *of_labels)
     world = join_world(config)
     restored = restore(trained, config, world)
-    dataset = world.on_all_without_timeout(
-        lambda: open_dataset(combined, restored.tokenizer, world.on_main_without_timeout)
-    )
-    if tokenizer_identity(dataset.tokenizer) != tokenizer_identity(restored.tokenizer):
+    tokenizer = restored.tokenizer
+    dataset = world.on_all_without_timeout(lambda: open_dataset(combined, tokenizer, world.on_main_without_timeout))
+    if tokenizer_identity(dataset.tokenizer) != tokenizer_identity(tokenizer):
         raise DataError(
             f"evaluate.checkpoint={config.evaluate.checkpoint}: the model was trained with the tokenizer "
-            f"{restored.tokenizer.name} with eos {restored.tokenizer.eos}, the tokens at {dataset.path} were made with "
+            f"{tokenizer.name} with eos {tokenizer.eos}, the tokens at {dataset.path} were made with "
             f"{dataset.tokenizer.name} with eos {dataset.tokenizer.eos}. "
             "Prepare the text with the model's tokenizer (tokenizer.path=CHECKPOINT/tokenizer.model)."
         )
@@ -73,17 +72,11 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     if is_other_text or combined.data.val_fraction == 1:
         logger.info(of_text(combined))
     losses = validation.row_losses(restored.model, world)
-    result = {
-        **identity(restored),
-        "data": combined.data.path or combined.data.kind,
-        "data_fingerprint": dataset.fingerprint,
-        **validation.metrics(losses),
-    }
+    data = {"data": combined.data.path or combined.data.kind, "data_fingerprint": dataset.fingerprint}
+    result = {**identity(restored), **data, **validation.metrics(losses)}
     if world.is_main:
-        print(
-            f"{described(restored)} on {result['data']} ({result['rows']} rows): loss {result['loss']:.6f}  "
-            + measured(result, digits=6)
-        )
+        on = f"{described(restored)} on {result['data']} ({result['rows']} rows)"
+        print(f"{on}: loss {result['loss']:.6f}  {measured(result, digits=6)}")
         for context in sorted(losses.keys() - {combined.model.context}):
             of_context = losses[context].metrics()
             print(
@@ -134,7 +127,7 @@ def on_length(config: Config, overrides: Sequence[str]) -> int:
     from ngpt_train.evaluation.length_curves import measure, plot_lengths
 
     wanted = config.evaluate.length
-    trained = find_trained("evaluate", config, overrides, also_used=("data", "evaluate.length", "parallel"))
+    trained = find_trained("evaluate", config, overrides, also_used=("data", "parallel"))
     check_lengths(config, trained.config.model, overrides)
     out, files = output(config, "{stem}.png")
     text = open_source(config.data)
@@ -177,9 +170,7 @@ def on_translations(config: Config, overrides: Sequence[str]) -> int:
     Raises ConfigError where the model does not translate, DataError where checkpoint or pairs cannot be had.
     """
     own = config.evaluate
-    trained = find_trained(
-        "evaluate", config, overrides, also_used=("data", "evaluate.beams", "evaluate.length_penalty", "evaluate.moses")
-    )
+    trained = find_trained("evaluate", config, overrides, also_used=("data",))
     if trained.config.model.objective != "translation":
         raise mistake(f"evaluate.beams={own.beams}: the model does not translate", "Leave it out")
     combined = combine(config, trained.config, overrides)
@@ -189,19 +180,12 @@ def on_translations(config: Config, overrides: Sequence[str]) -> int:
         raise DataError(f"data.path={combined.data.path}: holds no pair to evaluate on; name files with data.val_files")
     world = join_world(config)
     restored = restore(trained, config, world)
-    assert isinstance(restored.model, EncoderDecoder)
-    texts, references = translated_pairs(
-        restored.model, restored.tokenizer, pairs, world, own.beams or 1, own.length_penalty
-    )
+    model, tokenizer = restored.model, restored.tokenizer
+    assert isinstance(model, EncoderDecoder)
+    texts, references = translated_pairs(model, tokenizer, pairs, world, own.beams or 1, own.length_penalty)
     if world.is_main:
-        result = {
-            **identity(restored),
-            "data": combined.data.path or combined.data.kind,
-            "pairs": len(pairs),
-            "beams": own.beams,
-            "length_penalty": own.length_penalty,
-            **scores(texts, references, own.moses),
-        }
+        result = {**identity(restored), "data": combined.data.path or combined.data.kind, "pairs": len(pairs)}
+        result |= {"beams": own.beams, "length_penalty": own.length_penalty, **scores(texts, references, own.moses)}
         print(
             f"{described(restored)} on {result['data']} ({len(pairs):,} pairs), {own.beams} beams: BLEU "
             f"{result['bleu']:.2f} of words, {result['sacrebleu']:.2f} by sacrebleu ({result['sacrebleu_signature']}), "

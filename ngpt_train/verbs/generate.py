@@ -20,7 +20,7 @@ from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.distributed.compilation import keep_compiled
 from ngpt_train.distributed.layouts import resolve_compile
 from ngpt_train.distributed.world import World, resolve_device
-from ngpt_train.evaluation.continued_prompts import Text, Texts
+from ngpt_train.evaluation.continued_prompts import Texts
 from ngpt_train.evaluation.restore import Restored, find_trained, restore
 from ngpt_train.evaluation.translations import one_line, translations
 from ngpt_train.models.encoder_decoder import EncoderDecoder
@@ -31,6 +31,7 @@ OF_TRANSLATIONS = OF_BEAMS | {
     for name in ("checkpoint", "average", "weights", "prompt", "prompts", "interactive", "max_new_tokens", "out")
 }
 MOST_BYTES = 1 << 30  # of a file of prompts
+LINE = 'A line is an object such as {"prompt": "text"}'
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:
@@ -61,18 +62,19 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         for block in restored.model.layers:
             block.compile(dynamic=False)
     texts = Texts(restored.model, restored.tokenizer, wanted, compiled)
-    if not wanted.interactive:
-        note_spaces(prompts, restored.tokenizer)
     if wanted.interactive:
         converse(texts)
-    elif wanted.out is not None:
-        content = "".join(line_of(text, wanted) for text in texts.of(prompts))
-        write_atomically(Path(wanted.out).expanduser(), content.encode())
-    elif wanted.prompts is not None:
-        for text in texts.of(prompts):
-            print(line_of(text, wanted), end="", flush=True)
-    else:
+        return 0
+    note_spaces(prompts, restored.tokenizer)
+    if wanted.out is None and wanted.prompts is None:
         show(texts, prompts[0])
+        return 0
+    lines = (json.dumps(text.json(wanted), ensure_ascii=False) + "\n" for text in texts.of(prompts))
+    if wanted.out is not None:
+        write_atomically(Path(wanted.out).expanduser(), "".join(lines).encode())
+    else:
+        for line in lines:
+            print(line, end="", flush=True)
     return 0
 
 
@@ -133,11 +135,9 @@ def prompt_of_json(line: bytes, where: str) -> str:
     try:
         found = parse_json(line)
     except ValueError as error:
-        raise DataError(
-            f'{where}: it is not JSON ({error}). A line is an object such as {{"prompt": "text"}}'
-        ) from None
+        raise DataError(f"{where}: it is not JSON ({error}). {LINE}") from None
     if not isinstance(found, dict) or not isinstance(found.get("prompt"), str):
-        raise DataError(f'{where}: no object with a text `prompt`. A line is an object such as {{"prompt": "text"}}')
+        raise DataError(f"{where}: no object with a text `prompt`. {LINE}")
     prompt: str = found["prompt"]
     if any("\ud800" <= letter <= "\udfff" for letter in prompt):
         raise DataError(f"{where}: its prompt has half a surrogate pair, which is no character. Correct the line")
@@ -150,10 +150,6 @@ def note_spaces(prompts: Sequence[str], tokenizer: Tokenizer) -> None:
     if n and tokenizer.kind not in ("bytes", "words"):
         which = "the prompt ends" if len(prompts) == 1 else f"{n} of {len(prompts)} prompts end"
         print(f"note: {which} in a space, where the model has hardly seen text cut: leave it out", file=sys.stderr)
-
-
-def line_of(text: Text, config: GenerateConfig) -> str:
-    return json.dumps(text.json(config), ensure_ascii=False) + "\n"
 
 
 def typed_prompts() -> Iterator[str]:

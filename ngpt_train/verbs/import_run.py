@@ -13,10 +13,8 @@ logger = logging.getLogger(__name__)
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:
-    """Makes the run directory import.out of the model import.source, and prints what it is; returns 0.
-
-    Raises ConfigError for a directory that is not empty, DataError for a model that cannot be read or does not fit.
-    """
+    """Makes the run directory import.out of the model import.source, and prints what it is; returns 0. Raises
+    ConfigError for a directory that is not empty, DataError for a model that cannot be read or does not fit."""
     own = config.import_
     assert own.source is not None  # check_verb refuses null
     assert own.out is not None

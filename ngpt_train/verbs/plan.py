@@ -11,10 +11,8 @@ from ngpt_train.report.launch_plan import describe_plan, make_plan, planned_voca
 
 
 def main(config: Config, overrides: Sequence[str], options: Sequence[str] = ()) -> int:
-    """Prints the plan, and writes it to plan.out as JSON; returns 0.
-
-    Raises ConfigError for what does not fit plan.world_size ranks, DataError where a tokenizer's file is missing.
-    """
+    """Prints the plan, and writes it to plan.out as JSON; returns 0. Raises ConfigError for what does not fit
+    plan.world_size ranks, DataError where a tokenizer's file is missing."""
     if config.model.vocab_size == AUTO:
         config = replace(config, model=replace(config.model, vocab_size=planned_vocabulary(config)))
     plan = make_plan(config, overrides, options)

@@ -10,10 +10,8 @@ from ngpt_train.data.prepared_text import prepare_dataset
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:
-    """Prepares the text, unless the directory holds it already, and prints what the directory holds; returns 0.
-
-    Raises DataError where the text cannot be read, or data.out holds something else.
-    """
+    """Prepares the text, unless the directory holds it already, and prints what the directory holds; returns 0. Raises
+    DataError where the text cannot be read, or data.out holds something else."""
     out = None if config.data.out is None else Path(os.path.realpath(Path(config.data.out).expanduser()))
     dataset = prepare_dataset(config, out)
     # Under torchrun all ranks come here: one of them prepares, the others wait for it.

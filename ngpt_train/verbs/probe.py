@@ -18,17 +18,17 @@ from ngpt_train.analysis.token_classes import pieces_of
 from ngpt_train.config.places import make_directory
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.data import mixture_of
-from ngpt_train.config.sections.records import check_contexts
-from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.config.validate import mistake
+from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_atomically
 from ngpt_train.core.secrets import command_of, redacted
 from ngpt_train.data import open_dataset
 from ngpt_train.data.dataset import Dataset, Tokens
-from ngpt_train.data.rows import chosen_rows, held_out_rows, rows_of
+from ngpt_train.data.rows import rows_of
 from ngpt_train.data.tokenizers.tokenizer import tokenizer_identity
 from ngpt_train.distributed.world import World, join_world
 from ngpt_train.evaluation.restore import Restored, check_overrides, named, restore
-from ngpt_train.evaluation.validation import Validation, target_counts
+from ngpt_train.evaluation.validation import Evaluations, Validation, target_counts
 from ngpt_train.training.checkpoint.catalogue import step_of
 from ngpt_train.verbs.evaluate import ROWS, combine
 
@@ -49,10 +49,9 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     world = join_world(config)
     first = restore(trained[0], config, world)
     if problem := first.config.model.refuses_text():
-        raise ConfigError(f"probe: {problem}\n  Choose the checkpoint of a model that continues text")
+        raise mistake(f"probe: {problem}", "Choose the checkpoint of a model that continues text")
     combined = combine(config, first.config, overrides)
-    combined = replace(combined, eval=replace(combined.eval, contexts=None))
-    check_contexts(combined)
+    combined = replace(combined, eval=replace(combined.eval, contexts=None, budget=None))
     dataset = open_dataset(combined, first.tokenizer)
     validation, losses = _measured(dataset, combined, first, world)
     models = [_said(names[0], first)]
@@ -63,30 +62,21 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         there, all_losses[names[1]] = _measured(dataset, replace(combined, model=second.config.model), second, world)
         if there.rows_hash != validation.rows_hash:
             a, b = first.config.model, second.config.model
+            problem = f"probe: {names[1]} does not take the same rows as {names[0]}"
             forms = f"one is {a.name} with {a.context} tokens, the other {b.name} with {b.context}"
-            raise DataError(
-                f"probe: {names[1]} does not take the same rows as {names[0]}: {forms}. Probe them one by one"
-            )
+            raise DataError(f"{problem}: {forms}. Probe them one by one")
         models.append(_said(names[1], second))
     tokens, targets, *_ = (part.numpy() for part in validation.batch)
     pieces = pieces_of(dataset.tokenizer)
-    numbers = np.sort(chosen_rows(rows_of(dataset.validation, combined), combined))
-    content = report(
-        models,
-        all_losses,
-        (tokens, targets),
-        numbers,
-        _classes(dataset, combined, validation, numbers, pieces),
-        pieces,
-        own.show,
-        {
-            "command": command_of("probe", overrides),
-            "data": redacted(combined.data.path or combined.data.kind),
-            "data_fingerprint": dataset.fingerprint,
-            "rows_hash": validation.rows_hash,
-            "rows_evaluated": validation.n_rows,
-        },
-    )
+    classes = _classes(dataset, combined, validation, pieces)
+    about = {
+        "command": command_of("probe", overrides),
+        "data": redacted(combined.data.path or combined.data.kind),
+        "data_fingerprint": dataset.fingerprint,
+        "rows_hash": validation.rows_hash,
+        "rows_evaluated": validation.n_rows,
+    }
+    content = report(models, all_losses, (tokens, targets), validation.numbers, classes, pieces, own.show, about)
     print(summary(content))
     if own.out is not None:
         out = Path(own.out).expanduser()
@@ -101,24 +91,19 @@ def _measured(
     dataset: Dataset, config: Config, restored: Restored, world: World
 ) -> tuple[Validation, NDArray[np.float64]]:
     """The validation at the model's context, and the loss of each target."""
-    chosen = chosen_rows(rows_of(dataset.validation, config), config)
-    rows = held_out_rows(dataset.validation, dataset.tokenizer, config)
-    validation = Validation(rows, dataset.tokenizer.n_bytes, chosen)
+    validation = Evaluations(dataset.validation, dataset.tokenizer, config).at_training_context
     return validation, validation.token_losses(restored.model, world)
 
 
 def _check_same(names: Sequence[str], first: Restored, second: Restored) -> None:
     """Raises DataError unless both models take the same ids and rows."""
     if tokenizer_identity(first.tokenizer) != tokenizer_identity(second.tokenizer):
-        raise DataError(
-            f"probe: {names[0]} has the tokenizer {first.tokenizer.name}, {names[1]} has {second.tokenizer.name}; the "
-            "losses of their tokens cannot be put beside each other. Probe them one by one"
-        )
+        problem = f"{names[0]} has the tokenizer {first.tokenizer.name}, {names[1]} has {second.tokenizer.name}"
+        why = "the losses of their tokens cannot be put beside each other"
+        raise DataError(f"probe: {problem}; {why}. Probe them one by one")
     if first.config.model.context != second.config.model.context:
-        raise DataError(
-            f"probe: {names[0]} has model.context={first.config.model.context}, {names[1]} "
-            f"{second.config.model.context}; rows of one length are needed. Probe them one by one"
-        )
+        problem = f"{names[0]} has model.context={first.config.model.context}, {names[1]} {second.config.model.context}"
+        raise DataError(f"probe: {problem}; rows of one length are needed. Probe them one by one")
 
 
 def _said(name: str, restored: Restored) -> dict[str, Any]:
@@ -132,14 +117,14 @@ def _said(name: str, restored: Restored) -> dict[str, Any]:
 
 
 def _classes(
-    dataset: Dataset, config: Config, validation: Validation, numbers: NDArray[np.int64], pieces: list[str]
+    dataset: Dataset, config: Config, validation: Validation, pieces: list[str]
 ) -> list[token_classes.Classes]:
     tokens, targets, *_ = (part.numpy() for part in validation.batch)
     vocab_size = int(config.model.vocab_size)
     # Streamed text is not there to be counted, nor is a mixture's training text in one place.
-    of_training = isinstance(dataset.train, Tokens)
-    counted = "the training text" if of_training else "the held-out text"
-    text = dataset.train if isinstance(dataset.train, Tokens) else dataset.validation
+    text, counted = dataset.validation, "the held-out text"
+    if isinstance(dataset.train, Tokens):
+        text, counted = dataset.train, "the training text"
     counts = target_counts(rows_of(text, config), vocab_size)
     found = [
         token_classes.of_frequency(targets, counts, counted),
@@ -148,7 +133,7 @@ def _classes(
     ]
     if config.data.kind == "mixture":
         names = [source.name for source in mixture_of(config.data)]
-        found.append(token_classes.of_source(dataset.validation, names, config, numbers))
+        found.append(token_classes.of_source(dataset.validation, names, config, validation.numbers))
     return found
 
 

@@ -47,10 +47,8 @@ logger = logging.getLogger(__name__)
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:
-    """Returns 0 when the run is done, or was interrupted and saved; a collective call.
-
-    Raises ConfigError, DataError, NumericalError or DeviceMemoryError; each has its exit code.
-    """
+    """Returns 0 when the run is done, or was interrupted and saved; a collective call. Raises ConfigError, DataError,
+    NumericalError or DeviceMemoryError; each has its exit code."""
     end_with_launcher()
     stop = StopRequest(config.run.max_time)  # first of all: the time to prepare data counts
     directory = RunDirectory(config)
@@ -107,25 +105,18 @@ def main(config: Config, overrides: Sequence[str]) -> int:
 
 
 def with_first_commits(config: Config, stored: Config) -> Config:
-    """`config` with the commits of hub data sets that the run began with, except where `config` names a commit.
-
-    stored: the config in the run's checkpoint.
-    """
+    """`config` with the commits of hub data sets in `stored`, with which the run began, where it names no commit."""
     data = with_commits(config.data, commits_of(stored.data))
     for name, commit in commits_of(data).items():
         if commit != (configured := commits_of(config.data)[name]):
-            logger.info(
-                "data.revision=%s%s: the run goes on with %s, as it began", configured, name and f" of {name}", commit
-            )
+            named = f"{configured} of {name}" if name else configured
+            logger.info("data.revision=%s: the run goes on with %s, as it began", named, commit)
     return replace(config, data=data)
 
 
 def trained_tokenizer(config: Config, checkpoint: Path | None) -> Tokenizer | None:
-    """The SentencePiece model, or the words, that the run made from its text, read from its checkpoint.
-
-    A task with labels has the tokenizer of run.init_from's run. None for any other new run, and for a run whose
-    tokenizer comes from elsewhere.
-    """
+    """The tokenizer that the run made from its text, as its checkpoint has it; of a task with labels run.init_from's.
+    None for any other new run, and for a run whose tokenizer comes from elsewhere."""
     if config.data.label_field is not None:
         checkpoint = checkpoint or initial_checkpoint(config)
     elif not config.tokenizer.from_text or config.data.kind == "tokens":
@@ -134,18 +125,13 @@ def trained_tokenizer(config: Config, checkpoint: Path | None) -> Tokenizer | No
 
 
 def with_vocabulary(config: Config, data: Dataset) -> Config:
-    """`config` with the tokenizer's size where `model.vocab_size` is auto.
-
-    Raises DataError where `model.vocab_size` is smaller than the tokenizer's.
-    """
+    """`config` with the tokenizer's size where model.vocab_size is auto. Raises DataError where it is smaller."""
     needed = data.tokenizer.vocab_size + config.data.own_ids
     if config.model.vocab_size == AUTO:
         return replace(config, model=replace(config.model, vocab_size=needed))
     if int(config.model.vocab_size) < needed:
-        raise DataError(
-            f"model.vocab_size={config.model.vocab_size}: with {data.tokenizer.name} there are {needed} ids. "
-            f"Use model.vocab_size=auto, or at least {needed}."
-        )
+        problem = f"model.vocab_size={config.model.vocab_size}: with {data.tokenizer.name} there are {needed} ids"
+        raise DataError(f"{problem}. Use model.vocab_size=auto, or at least {needed}.")
     return config
 
 
@@ -162,10 +148,7 @@ def with_precision(config: Config, world: World) -> Config:
 def begin_or_resume(
     config: Config, world: World, data: Dataset, checkpoint: Path | None, stop: StopRequest
 ) -> tuple[TrainState, Feed]:
-    """The training state and the batches, at the checkpoint's step, or at step 0 where there is no checkpoint.
-
-    At step 0 the weights are those of run.init_from, or initial ones.
-    """
+    """The training state and the batches: of the checkpoint, or at step 0 with run.init_from's or initial weights."""
     state = build_state(config, world)
     position: dict[str, Any] | None = None
     if checkpoint:

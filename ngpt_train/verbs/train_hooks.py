@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ngpt_train.config.architectures import plugins
 from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import write_yaml
-from ngpt_train.core.errors import ConfigError
+from ngpt_train.config.validate import mistake
 from ngpt_train.core.files import write_json
 from ngpt_train.data.dataset import Dataset
 from ngpt_train.data.epochs import epoch_rows, many_epochs
@@ -28,7 +29,6 @@ from ngpt_train.training.hooks.stopping import StopTogether
 from ngpt_train.training.hooks.watchdog import Watchdog
 from ngpt_train.training.loop import Hook, TrainingRun
 from ngpt_train.training.run_directory import RunDirectory
-from ngpt_train.training.state import TrainState
 from ngpt_train.verbs.train_notes import Notes
 
 if TYPE_CHECKING:
@@ -54,31 +54,24 @@ def add_hooks(
         write_yaml(config, checkpoint / "config.yaml")
         write_json(checkpoint / "tokenizer.json", write_tokenizer(data.tokenizer, checkpoint))
 
-    kept = config.checkpoint
+    kept, back_every = config.checkpoint, go_back_every(config) if config.guards.rollback else 1
     checkpoints = Checkpoints(
-        directory.checkpoints,
-        world,
-        kept.keep_last,
-        kept.keep_every,
-        kept.checksum,
-        kept.keep_best,
-        go_back_every=go_back_every(config) if config.guards.rollback else 1,
+        directory.checkpoints, world, kept.keep_last, kept.keep_every, kept.checksum, kept.keep_best, back_every
     )
-
-    def advice() -> str:
-        return checkpoints.advice(float(config.optim.lr))
-
+    advice = partial(checkpoints.advice, float(config.optim.lr))
     run.hooks.append(Watchdog(world, config.parallel.hang_seconds, hung))  # at once: it ends the job if the rest fails
     saves = SaveCheckpoints(run, checkpoints, lambda checkpoint: directory.saved(step_of(checkpoint)), add_files)
     sample = sampling_of(config, data.tokenizer)
     score = translating_of(config, data)
     validations = Validations(evaluations, directory.path, checkpoints.validated, sample, score)
     sizes = epoch_rows(data, config) if world.is_main else {}
-    warnings = [f"warning: {warning}" for warning in many_epochs(sizes, config)]
-    notes = [*evaluations.notes(), *(tasks.notes() if tasks else []), *warnings]
+    notes = [*evaluations.notes(), *(tasks.notes() if tasks else [])]
+    notes += [f"warning: {warning}" for warning in many_epochs(sizes, config)]
+    flops = run.state.model.flops_per_token(config.model.context)
+    dtype = run.state.model.compute_dtype or run.state.model.embedding.dtype
     run.hooks += [
         Notes(directory, start, data, evaluations, validations, notes),
-        TrainRecords(meter_of(run.state), {name: size.rows for name, size in sizes.items()}),
+        TrainRecords(Meter(flops, world.size, world.device, dtype), {name: size.rows for name, size in sizes.items()}),
         *([Profiler(directory.path / "profile")] if config.train.profile else []),
         StopTogether(run.stop, world, run.step, news=saves.has_failed, hear=saves.settle),
         saves,
@@ -92,13 +85,6 @@ def add_hooks(
     ]
 
 
-def meter_of(state: TrainState) -> Meter:
-    """The meter of this rank's steps, for tokens/s over all ranks and MFU."""
-    flops = state.model.flops_per_token(state.config.model.context)
-    dtype = state.model.compute_dtype or state.model.embedding.dtype
-    return Meter(flops, state.world.size, state.world.device, dtype)
-
-
 def hooks_of_plugins(config: Config) -> list[Hook]:
     """The hooks of each plug-in in use that has a hooks.py. Raises ConfigError where that has no function `hooks`."""
     found: list[Hook] = []
@@ -107,8 +93,6 @@ def hooks_of_plugins(config: Config) -> list[Hook]:
         if path.is_file():
             module = importlib.import_module(f"ngpt_train.models.{folder.name}.hooks")
             if not hasattr(module, "hooks"):
-                raise ConfigError(
-                    f"--plugin={folder}: {path} has no function hooks(config)\n  Add one, or remove the file"
-                )
+                raise mistake(f"--plugin={folder}: {path} has no function hooks(config)", "Add one, or remove the file")
             found += module.hooks(config)
     return found

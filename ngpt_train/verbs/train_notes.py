@@ -1,6 +1,7 @@
 """The lines that `train` says at the start and at the end of a run."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,46 +18,39 @@ from ngpt_train.training.run_directory import RunDirectory
 from ngpt_train.training.state import TrainState
 
 
+@dataclass(eq=False)
 class Notes(Hook):
-    """Says what starts and what has come out.
+    """Says what starts and what has come out."""
 
-    start: this start's entry in run.json. notes: sentences about the rows.
-    """
-
-    def __init__(
-        self,
-        directory: RunDirectory,
-        start: Mapping[str, Any],
-        data: Dataset,
-        evaluations: Evaluations,
-        validations: Validations,
-        notes: Sequence[str],
-    ) -> None:
-        self._directory, self._start, self._data = directory, start, data
-        self._evaluations, self._validations, self._notes = evaluations, validations, notes
-        self._unigram = ""
+    directory: RunDirectory
+    entry: Mapping[str, Any]  # of this start in run.json
+    data: Dataset
+    evaluations: Evaluations
+    validations: Validations
+    notes: Sequence[str]  # sentences about the rows
+    unigram: str = ""
 
     def start(self, run: TrainingRun) -> None:
         begins = f"resumed at step {run.step}" if run.step else "new"
-        run.say(f"run {self._directory.path}: {begins}")
-        for text in what_starts(run.state, self._start):
+        run.say(f"run {self.directory.path}: {begins}")
+        for text in what_starts(run.state, self.entry):
             run.say(text)
         if (went_back := record_of(run.state)) is not None:
             run.log(went_back)
-        for text in self._notes:
+        for text in self.notes:
             run.say(text)
         if run.state.world.is_main:
-            self._unigram = unigram_note(self._data, self._evaluations, run.state.config)
-        if self._unigram:
-            run.say(f"validation loss: {self._unigram}")
+            self.unigram = unigram_note(self.data, self.evaluations, run.state.config)
+        if self.unigram:
+            run.say(f"validation loss: {self.unigram}")
 
     def finish(self, run: TrainingRun) -> None:
         if run.reason:
-            run.say(f"{run.reason}: {where_it_goes_on(self._directory, run.step)}")
+            run.say(f"{run.reason}: {where_it_goes_on(self.directory, run.step)}")
             return
-        run.say("; ".join(filter(None, [f"validation loss {self._validations.last['loss']:.4f}", self._unigram])))
+        run.say("; ".join(filter(None, [f"validation loss {self.validations.last['loss']:.4f}", self.unigram])))
         if stopped := stopped_before_the_end(run.state.config):
-            goes_on = where_it_goes_on(self._directory, run.step, without="train.stop_at and run.overwrite")
+            goes_on = where_it_goes_on(self.directory, run.step, without="train.stop_at and run.overwrite")
             run.say(f"{stopped}, before the last of {run.state.config.train.steps} steps: {goes_on}")
 
 

@@ -73,9 +73,7 @@ def study_of_sizes(
     chosen: StudyConfig, transfer: TransferConfig, overrides: Sequence[str], options: Sequence[str]
 ) -> StudyConfig:
     """The section `study` with an arm of each size: of the arms of study=NAME, else of what the other arguments say.
-
-    Without study.budgets the runs are as long as their configuration says. Raises ConfigError.
-    """
+    Without study.budgets the runs are as long as their configuration says. Raises ConfigError."""
     rest, directory = [x for x in overrides if not is_of_study(x)], config_dir_of(options)
     given = {name_of(x): x.partition("=")[2].strip() for x in overrides}
     name = chosen.name

@@ -84,8 +84,7 @@ def look(config: Config, local_rank: int, report: Report) -> None:
 def smi(fields: Mapping[str, str]) -> list[dict[str, str]] | None:
     """Asks nvidia-smi for all `fields`, or one by one if it refuses. Returns a dict for each GPU of the host; None
     without an answer."""
-    lines = _table(f"--query-gpu={','.join(fields.values())}")
-    if lines:
+    if lines := _table(f"--query-gpu={','.join(fields.values())}"):
         return [dict(zip(fields, line, strict=False)) for line in lines]
     gpus: list[dict[str, str]] = []
     for name, field in fields.items() if shutil.which("nvidia-smi") else []:

@@ -206,8 +206,7 @@ def _run(config: Config, answer: Answer) -> Iterator[Finding]:
 
 
 def _shared(config: Config, answer: Answer, seen_by_all: bool) -> Iterator[Finding]:
-    shared = answer.facts.get("shared")
-    if shared is None:
+    if (shared := answer.facts.get("shared")) is None:
         return
     name, root = f"run.root={config.run.root}", answer.facts["root"]
     if shared.get("seen") is False:
@@ -261,8 +260,8 @@ def _speed_of_saves(answer: Answer, checkpoint_bytes: int) -> Iterator[Finding]:
     if not speed or not speed["bytes"]:
         return
     seconds = checkpoint_bytes / speed["write"]
-    found = f"writes {gb(speed['write'])}/s, reads {gb(speed['read'])}/s (on one rank): {seconds:.3g} s for a "
-    found += f"checkpoint of {gb(checkpoint_bytes)}"
+    found = f"writes {gb(speed['write'])}/s, reads {gb(speed['read'])}/s (on one rank)"
+    found += f": {seconds:.3g} s for a checkpoint of {gb(checkpoint_bytes)}"
     remedy = "take a faster file system for run.root, or raise checkpoint.every"
     yield Finding("disk speed", found, WARNING if seconds > SLOW_SAVE else OK, remedy)
 

@@ -103,15 +103,13 @@ def _limits(config: Config, answer: Answer, on_gpus: bool) -> Iterator[Finding]:
 
 def _shared_memory(answer: Answer, on_gpus: bool) -> Iterator[Finding]:
     shm, free = answer.facts["shm"], answer.facts.get("shm_free", 0)
-    remedy = "in a container --shm-size=1g or --ipc=host; else mount -o remount,size=8g /dev/shm"
     is_used = on_gpus and answer.place.local_size > 1
-    if shm is None:
-        problem = f"cannot be used ({answer.facts['shm_problem']})"
-        yield Finding("/dev/shm", problem, WRONG if is_used else WARNING, remedy)
-    else:
+    verdict = WRONG if is_used and free < LEAST_SHM else WARNING if min(shm or 0, free) < COMFORTABLE_SHM else OK
+    found = f"cannot be used ({answer.facts.get('shm_problem')})"
+    if shm is not None:
         found = f"{gb(shm)}, {gb(free)} of it free; NCCL and PyTorch share memory there"
-        verdict = OK if min(shm, free) >= COMFORTABLE_SHM else WRONG if is_used and free < LEAST_SHM else WARNING
-        yield Finding("/dev/shm", found, verdict, remedy)
+    remedy = "in a container --shm-size=1g or --ipc=host; else mount -o remount,size=8g /dev/shm"
+    yield Finding("/dev/shm", found, verdict, remedy)
 
 
 def _cpus(config: Config, answer: Answer, on_gpus: bool) -> Iterator[Finding]:
@@ -180,5 +178,5 @@ def _different_variables(answers: Sequence[Answer]) -> Iterator[Finding]:
             rows += differences(settings, name, "variables", WARNING, f"set {name} alike on all ranks")
     yield from rows
     if not rows:
-        shown = {n: v for n, v in settings[0].facts.items() if n.startswith(("NCCL_", "GLOO_"))} if settings else {}
-        yield Finding("variables", ", ".join(f"{n}={v}" for n, v in shown.items()) or "none of NCCL_*, GLOO_* is set")
+        shown = [f"{n}={v}" for a in settings[:1] for n, v in a.facts.items() if n.startswith(("NCCL_", "GLOO_"))]
+        yield Finding("variables", ", ".join(shown) or "none of NCCL_*, GLOO_* is set")

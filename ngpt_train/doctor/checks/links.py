@@ -147,12 +147,9 @@ def link_speeds(device: torch.device) -> dict[str, float | None]:
 
 def infiniband(system: Path = Path("/sys")) -> float | None:
     """The sum of all active InfiniBand or RoCE ports."""
-    ports = [
-        text_of(port / "rate")
-        for port in system.glob("class/infiniband/*/ports/*")
-        if "ACTIVE" in text_of(port / "state")
-    ]
-    return sum(float(rate.split()[0]) for rate in ports if rate) * 1e9 / 8 or None
+    ports = system.glob("class/infiniband/*/ports/*")
+    rates = [text_of(port / "rate") for port in ports if "ACTIVE" in text_of(port / "state")]
+    return sum(float(rate.split()[0]) for rate in rates if rate) * 1e9 / 8 or None
 
 
 def ethernet(system: Path = Path("/sys")) -> float | None:

@@ -1,6 +1,5 @@
 """Three training steps in each possible layout. Their losses must be equal."""
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -76,8 +75,7 @@ def cut(config: Config, size: int, kind: str, exact: bool = True) -> Config:
     changes: dict[str, Any] = {"n_layers": blocks, "vocab_size": VOCABULARY, "context": CONTEXT}
     # Keys of some architectures. Synchronised statistics are equal in all layouts.
     others = {"n_encoder_layers": blocks, "source_context": CONTEXT // 2, "statistics": "synchronised"}
-    names = {field.name for field in dataclasses.fields(model)}
-    changes |= {name: value for name, value in others.items() if name in names}
+    changes |= {name: value for name, value in others.items() if name in vars(model)}
     rows = ROWS_OF_A_RANK * size
     train = replace(
         config.train,
@@ -140,10 +138,10 @@ def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
         yield Finding("steps, hsdp", "not possible here: it needs 4 ranks or more, and not a prime number")
     for answer in answers:
         if "as_it_runs" in answer.facts and reference is not None:
-            losses = answer.facts["as_it_runs"]["losses"]
+            losses, expected = answer.facts["as_it_runs"]["losses"], reference["losses"]
             verdict, found = OK, f"losses {_shown(losses)}, as in fp32"
-            if not _close(losses, reference["losses"], TOLERANCE_OF_HALF):
-                verdict, found = WRONG, f"losses {_shown(losses)} here, in fp32 {_shown(reference['losses'])}"
+            if not _close(losses, expected, TOLERANCE_OF_HALF):
+                verdict, found = WRONG, f"losses {_shown(losses)} here, in fp32 {_shown(expected)}"
             remedy = "try train.precision=fp32 and kernels=torch: they tell the fault of a product from a kernel's"
             check = f"steps, {answer.facts['own']} in {answer.facts['precision']}"
             yield Finding(check, found, verdict, remedy, (answer.place,))
@@ -151,8 +149,7 @@ def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
 
 def _layout(name: str, answers: Sequence[Answer], reference: dict[str, list[float]] | None) -> Iterator[Finding]:
     check, own = f"steps, {name}", answers[0].facts.get("own")
-    failed = [answer for answer in answers if name not in answer.facts and answer.problem]
-    if failed:
+    if failed := [answer for answer in answers if name not in answer.facts and answer.problem]:
         # The cause is a rank that failed by itself; the others waited for it until their time was up.
         reached = [answer for answer in failed if answer.facts.get("begun", name) == name]
         cause = min(reached or failed, key=lambda answer: _waited(answer.problem or ""))
@@ -167,9 +164,8 @@ def _layout(name: str, answers: Sequence[Answer], reference: dict[str, list[floa
     for answer in answers:
         if name not in answer.facts or reference is None:
             continue
-        found = answer.facts[name]
+        found, verdict = answer.facts[name], OK
         said = f"losses {_shown(found['losses'])}" + ("" if name == "single" else ", equal to one process's")
-        verdict = OK
         for what, tolerance in (("norms", 10 * TOLERANCE), ("losses", TOLERANCE)):
             if not _close(found[what], reference[what], tolerance):
                 said = f"{what} {_shown(found[what])} here, in one process of rank 0 {_shown(reference[what])}"

@@ -21,8 +21,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ngpt_train.config.validate import mistake
 from ngpt_train.core.constants import PADDING
-from ngpt_train.core.errors import ConfigError
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.validation import CHUNK_TOKENS, evaluating, longest_first, shares
@@ -44,10 +44,8 @@ class Adapter(TemplateLM):
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, world: World) -> None:
         super().__init__()
-        self.model, self.world = model, world
-        self._tokenizer = tokenizer
+        self.model, self.world, self._tokenizer = model, world, tokenizer
         self._source = model.config.source_length(model.config.context)
-        self._device = world.device
 
     @property
     def eot_token_id(self) -> int:
@@ -73,9 +71,7 @@ class Adapter(TemplateLM):
             before, after = whole[:same] or [self.eot_token_id], whole[same:]
         return before, after
 
-    def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, Ids, Ids]], **kwargs: Any
-    ) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(self, requests: list[tuple[Any, Ids, Ids]], **kwargs: Any) -> list[tuple[float, bool]]:
         scored = [Scored([*context, *continuation], len(continuation)) for _, context, continuation in requests]
         log_p, greedy = log_likelihoods(self.model, scored, self.world)
         return list(zip(log_p.tolist(), greedy.tolist(), strict=True))
@@ -112,33 +108,27 @@ class Adapter(TemplateLM):
 
         Every rank makes forward passes until all are done, because FSDP2 gathers weights in each.
         """
-        context, options = request.args
-        options = normalize_gen_kwargs(options, MOST_NEW_TOKENS)
+        context, asked = request.args
+        options = normalize_gen_kwargs(asked, MOST_NEW_TOKENS)
         if options["do_sample"]:
-            raise ConfigError(
-                f"tasks: {request.task_name} samples, and here the most likely token is taken\n  Leave it out"
-            )
+            problem = f"{request.task_name} samples, and here the most likely token is taken"
+            raise mistake(f"tasks: {problem}", "Leave it out")
         stops = handle_stop_sequences(options["until"], eos=None)
         room = MOST_NEW_TOKENS if self._source else self.max_length - options["max_gen_toks"]
         if room < 1:
-            raise ConfigError(
-                f"tasks: {request.task_name} generates {options['max_gen_toks']} tokens, and the model's context has "
-                f"{self.max_length}: none is left for the prompt\n  Leave the task out"
-            )
+            problem = f"{request.task_name} generates {options['max_gen_toks']} tokens, and the model's context has"
+            raise mistake(f"tasks: {problem} {self.max_length}: none is left for the prompt", "Leave the task out")
         ids = self.tok_encode(context) or [self.eot_token_id]
         prompt = torch.tensor(ids if self._source else ids[-room:], device=self.world.device)
         new = prompt[:0]
         text, done = "", not counts
         while not all(self.world.gather(done)):
             token = self.model.next_token_logits(prompt, new)[: self._tokenizer.vocab_size].argmax()
-            if done:
-                continue
-            if token == self.eot_token_id:
-                done = True
-                continue
-            new = torch.cat([new, token[None]])
-            text = self._tokenizer.decode(new.tolist())
-            done = len(new) == options["max_gen_toks"] or any(stop in text for stop in stops if stop)
+            done = done or bool(token == self.eot_token_id)
+            if not done:
+                new = torch.cat([new, token[None]])
+                text = self._tokenizer.decode(new.tolist())
+                done = len(new) == options["max_gen_toks"] or any(stop in text for stop in stops if stop)
         return postprocess_generated_text(text, stops, None)
 
 

@@ -9,10 +9,11 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +23,10 @@ from lm_eval.evaluator import evaluate
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.sections.records import EvalConfig
-from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.config.validate import mistake
+from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_atomically
+from ngpt_train.core.recorded import finite
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.tasks.adapter import Adapter
@@ -57,11 +60,11 @@ class TaskResults:
             chosen = [next((m for m in metrics if m in task), None) for task in self.tasks.values()]
             pairs = [(task, m) for task, m in zip(self.tasks.values(), chosen, strict=True) if m is not None]
             if pairs:
-                found[name] = math.fsum(task[m] for task, m in pairs) / len(pairs)
+                found[name] = fmean(task[m] for task, m in pairs)
                 errors = [task.get(f"{m}_stderr", math.nan) for task, m in pairs]
                 found[f"{name}_stderr"] = math.sqrt(math.fsum(error**2 for error in errors)) / len(pairs)
         chances = [task.get("chance", math.nan) for task in self.tasks.values() if "acc" in task]
-        if chances and not math.isnan(mean := math.fsum(chances) / len(chances)):
+        if chances and not math.isnan(mean := fmean(chances)):
             found["mean_chance"] = mean
         return found
 
@@ -73,24 +76,23 @@ class TaskResults:
     def as_json(self) -> dict[str, Any]:
         """For evaluate.out. A number that is not finite becomes null."""
         left_out = {"left_out": self.left_out} if self.left_out else {}
-        tasks = {name: _finite(of_task) for name, of_task in self.tasks.items()}
-        return {**_finite(self.mean()), "tasks": tasks, "harness": version("lm_eval"), **left_out}
+        tasks = {name: finite(of_task) for name, of_task in self.tasks.items()}
+        return {**finite(self.mean()), "tasks": tasks, "harness": version("lm_eval"), **left_out}
 
     def lines(self) -> list[str]:
         """A line for each task, and one for the mean."""
-        n_means = sum("acc" in task for task in self.tasks.values())
-        # The mean is shown as `acc`, and `mean_NAME` as NAME.
-        mean = {re.sub("^mean(?=$|_stderr)", "acc", name).removeprefix("mean_"): x for name, x in self.mean().items()}
-        means = {f"mean of {n_means} tasks": mean} if n_means > 1 else {}
-        width = max(map(len, [*self.tasks, *means]), default=0)
+        n_means, rows = sum("acc" in task for task in self.tasks.values()), dict(self.tasks)
+        if n_means > 1:
+            # The mean is shown as `acc`, and `mean_NAME` as NAME.
+            names = {name: re.sub("^mean(?=$|_stderr)", "acc", name).removeprefix("mean_") for name in self.mean()}
+            rows[f"mean of {n_means} tasks"] = {names[name]: value for name, value in self.mean().items()}
+        width = max(map(len, rows), default=0)
         found = []
-        for task, of_task in {**self.tasks, **means}.items():
-            values = [
-                f"{name} {_short(value)}"
-                + (f" ± {_short(of_task[error])}" if (error := f"{name}_stderr") in of_task else "")
-                for name, value in of_task.items()
-                if name != "n" and not name.endswith("_stderr")
-            ]
+        for task, of_task in rows.items():
+            values = []
+            for name in (name for name in of_task if name != "n" and not name.endswith("_stderr")):
+                error = f" ± {_short(of_task[f'{name}_stderr'])}" if f"{name}_stderr" in of_task else ""
+                values.append(f"{name} {_short(of_task[name])}{error}")
             n = f"  ({of_task['n']:.0f} documents)" if "n" in of_task else ""
             found.append(f"{task:<{width}}  {'  '.join(values)}{n}")
         return found
@@ -98,13 +100,12 @@ class TaskResults:
     def write_items(self, path: Path) -> None:
         """Writes a line of JSON for each document: its task and number, the requests, the answers, and its metrics."""
         kept = ("doc_id", "filter", "target", "arguments", "resps")
-        lines = [
-            {"task": task, **{name: item[name] for name in (*kept, *item["metrics"])}}
-            for task, items in self.items.items()
-            for item in items
-        ]
-        text = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
-        write_atomically(path, text.encode())
+        lines = []
+        for task, items in self.items.items():
+            for item in items:
+                line = {"task": task, **{name: item[name] for name in (*kept, *item["metrics"])}}
+                lines.append(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+        write_atomically(path, "".join(lines).encode())
 
 
 class Tasks:
@@ -127,12 +128,10 @@ class Tasks:
         tasks = self._loaded["tasks"].items()
         whole = [name for name, task in tasks if task.OUTPUT_TYPE == "loglikelihood_rolling"]
         if problem := model.refuses_text():
-            raise ConfigError(f"tasks: {problem}\n  Leave eval.tasks out, or choose another checkpoint")
+            raise mistake(f"tasks: {problem}", "Leave eval.tasks out, or choose another checkpoint")
         if model.source_length(model.context) and whole:
-            problem = (
-                f"{', '.join(sorted(whole))} wants the probability of whole texts. An encoder-decoder gives none to"
-            )
-            raise ConfigError(f"tasks: {problem} the beginning of a text, which its encoder reads\n  Leave it out")
+            problem = f"{', '.join(sorted(whole))} wants the probability of whole texts. An encoder-decoder gives none"
+            raise mistake(f"tasks: {problem} to the beginning of a text, which its encoder reads", "Leave it out")
         for name in whole:
             task = self._loaded["tasks"][name]
             if not any(map(task.doc_to_target, task.eval_docs)):
@@ -147,17 +146,10 @@ class Tasks:
     def __call__(self, model: Decoder, tokenizer: Tokenizer, world: World) -> TaskResults:
         """Evaluates `model`. The results are the same on every rank. A collective call."""
         os.environ["DISABLE_MULTIPROC"] = "1"  # processes of the harness would copy this one with its GPU and threads
-        with (
-            contextlib.redirect_stdout(_OtherThreads(sys.stdout)),
-            contextlib.redirect_stderr(_OtherThreads(sys.stderr)),
-            _infinite_perplexities(),
-        ):
+        out, err, adapter = _OtherThreads(sys.stdout), _OtherThreads(sys.stderr), Adapter(model, tokenizer, world)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), _infinite_perplexities():
             raw = evaluate(
-                Adapter(model, tokenizer, world),
-                self._loaded,
-                bootstrap_iters=BOOTSTRAP,
-                log_samples=True,
-                confirm_run_unsafe_code=False,
+                adapter, self._loaded, bootstrap_iters=BOOTSTRAP, log_samples=True, confirm_run_unsafe_code=False
             )
         members = {child for children in self._loaded["group_map"].values() for child in children}
         top = [name for name in [*self._loaded["groups"], *self._loaded["tasks"]] if name not in members]
@@ -172,15 +164,13 @@ class Tasks:
     def _chance(self, name: str) -> float | None:
         """The accuracy of guessing in a task or a group; None if it is unknown."""
         group = self._loaded["groups"].get(name)
-        if group is None:
-            return _mean_of(_chances(self._loaded["tasks"][name]))
-        by_task = [_chances(task) for task in group.get_all_tasks()]
-        if not all(by_task):
+        by_task = list(map(_chances, [self._loaded["tasks"][name]] if group is None else group.get_all_tasks()))
+        if not by_task or not all(by_task):
             return None
-        by_size = any(each.metric == "acc" and each.weight_by_size for each in group.aggregate_metric_list or [])
-        return _mean_of(
-            [x for task in by_task for x in task] if by_size else [sum(task) / len(task) for task in by_task]
-        )
+        metrics = [] if group is None else group.aggregate_metric_list or []
+        if group is None or any(each.metric == "acc" and each.weight_by_size for each in metrics):
+            return fmean(x for task in by_task for x in task)
+        return fmean(sum(task) / len(task) for task in by_task)
 
 
 def _chances(task: Any) -> list[float]:
@@ -189,10 +179,6 @@ def _chances(task: Any) -> list[float]:
     if task.OUTPUT_TYPE != "multiple_choice" or getattr(task, "multiple_target", 1) or task.config.process_results:
         return []
     return [1 / len(task.doc_to_choice(document)) for document in task.eval_docs]
-
-
-def _mean_of(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
 
 
 def _numbers(results: Mapping[str, Any]) -> dict[str, float]:
@@ -209,10 +195,6 @@ def _numbers(results: Mapping[str, Any]) -> dict[str, float]:
 def _short(value: float) -> str:
     """Four decimals; four digits for huge perplexities."""
     return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
-
-
-def _finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
 
 
 class _OtherThreads(io.TextIOBase):

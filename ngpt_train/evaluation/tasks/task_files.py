@@ -28,8 +28,8 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._factory import TaskFactory
 from lm_eval.tasks._index import Entry
 
-from ngpt_train.config.validate import did_you_mean, nearest
-from ngpt_train.core.errors import ConfigError, DataError, in_one_line
+from ngpt_train.config.validate import did_you_mean, mistake, nearest
+from ngpt_train.core.errors import DataError, in_one_line
 from ngpt_train.core.files import json_lines
 
 logger = logging.getLogger(__name__)
@@ -50,20 +50,18 @@ def load_tasks(names: Sequence[str], directory: str | None) -> tuple[dict[str, A
     found: list[Task | Group] = []
     left_out: dict[str, str] = {}
     own = OwnTasks(Path(directory).expanduser()) if directory is not None else None
-    harness = Harness()
+    own_names, harness = [] if own is None else own.names, Harness()
     # Refuses unknown names before it fetches data.
-    managers = {name: harness.manager_of(name) for name in names if own is None or name not in own}
+    managers = {name: harness.manager_of(name) for name in names if name not in own_names}
     for name, manager in managers.items():
         if manager is None:
-            known = [*harness.folders_by_name, *(own or ())]
+            known = [*harness.folders_by_name, *own_names]
             where = f", nor is there a file of that name in {directory}" if own is not None else ""
-            raise ConfigError(
-                f"tasks=[{','.join(names)}]: lm-evaluation-harness has no {name}{where}"
-                f"{did_you_mean(nearest(name, known))}\n  `lm-eval ls tasks` lists its tasks"
-            )
+            near = did_you_mean(nearest(name, known))
+            problem = f"tasks=[{','.join(names)}]: lm-evaluation-harness has no {name}{where}{near}"
+            raise mistake(problem, "`lm-eval ls tasks` lists its tasks")
     for name in names:
-        theirs = managers.get(name)
-        if theirs is None:
+        if (theirs := managers.get(name)) is None:
             assert own is not None
             found += _built(own.manager, own.task(name), f"{directory}, task {name}: ", "")
             continue
@@ -81,7 +79,7 @@ def load_tasks(names: Sequence[str], directory: str | None) -> tuple[dict[str, A
     try:
         loaded = TaskManager(include_defaults=False).load(found)
     except ValueError as error:  # such as a group and a task of it
-        raise ConfigError(f"tasks=[{','.join(names)}]: {error}\n  Leave one of them out") from None
+        raise mistake(f"tasks=[{','.join(names)}]: {error}", "Leave one of them out") from None
     for task in loaded["tasks"].values():
         # As simple_evaluate does; that sets the seeds of the whole process, too.
         if task.get_config("num_fewshot") is None:
@@ -116,10 +114,7 @@ class Harness:
 
     @functools.cached_property
     def folders_by_name(self) -> dict[str, set[Path]]:
-        """The folders of each task, group or tag, by its name; some words in it are no names.
-
-        Reads the files as text, which takes two seconds.
-        """
+        """The folders of each task, group or tag, by its name; some words in it are no names. Takes two seconds."""
         found: dict[str, set[Path]] = {}
         # Templates have tags, too. Their names have no ending, or one such as template_yaml.
         for folder, _, files in os.walk(self.root):
@@ -148,22 +143,15 @@ class OwnTasks:
             raise DataError(f"eval.tasks_path={directory}: no such directory")
         for path in directory.rglob("*"):
             if path.exists() and not (path.is_file() or path.is_dir()):
-                raise DataError(
-                    f"eval.tasks_path={directory}: {path} is a pipe, a socket or a device, and reading it may hang; "
-                    "remove it, or name another directory"
-                )
+                problem = f"{path} is a pipe, a socket or a device, and reading it may hang"
+                raise DataError(f"eval.tasks_path={directory}: {problem}; remove it, or name another directory")
         try:
             self.manager = TaskManager(include_path=str(directory), include_defaults=False)
         except Exception as error:  # a YAML file can cause any error in the harness
             raise DataError(f"eval.tasks_path={directory}: {in_one_line(error)}") from None
         self.manager._factory = _FromOwnDirectory()
         self._files = {path.stem: path for path in sorted(directory.rglob("*.jsonl"))}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.manager.all_tasks or name in self._files
-
-    def __iter__(self) -> Any:
-        return iter([*self.manager.all_tasks, *self._files])
+        self.names = [*self.manager.all_tasks, *self._files]
 
     def task(self, name: str) -> str | dict[str, Any]:
         """The task as an argument for the manager: a name, or a configuration."""
@@ -201,9 +189,8 @@ def from_jsonl(name: str, path: Path) -> dict[str, Any]:
     fields = set(first) if isinstance(first, dict) else set()
     form = next((form for form in FORMS if set(form) <= fields), None)
     if form is None:
-        said = (
-            f"its first line has the fields {', '.join(sorted(fields)) or 'of no JSON object'}" if records else "empty"
-        )
+        has = ", ".join(sorted(fields)) or "of no JSON object"
+        said = f"its first line has the fields {has}" if records else "empty"
         raise DataError(
             f"{path}: {said}. A line of a task has query, choices and gold; or context_options, continuation and gold; "
             f"or context and continuation; or text. Other files need a {name}.yaml beside them in the form of "
@@ -212,13 +199,8 @@ def from_jsonl(name: str, path: Path) -> dict[str, Any]:
     for number, record in records:
         if problem := _problem(record, form):
             raise DataError(f"{path}, line {number}: {problem}. Write it as docs/evaluation.md has it, or leave it out")
-    common = {
-        "task": name,
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(path)}},
-        "test_split": "test",
-    }
-    return {**common, **FORMS[form]}
+    files = {"data_files": {"test": str(path)}}
+    return {"task": name, "dataset_path": "json", "dataset_kwargs": files, "test_split": "test", **FORMS[form]}
 
 
 def _problem(record: Any, form: Sequence[str]) -> str:

@@ -2,7 +2,7 @@
 
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.core.errors import ConfigError
+from ngpt_train.config.validate import mistake
 from ngpt_train.interop.layouts.absorbed import AnGPTLayout
 from ngpt_train.interop.layouts.layout import Layout
 from ngpt_train.interop.layouts.llama import LlamaLayout, Qwen3Layout
@@ -11,11 +11,8 @@ from ngpt_train.interop.layouts.ngpt import NGPTLayout
 from ngpt_train.interop.layouts.roberta import RobertaLayout
 
 # In the order of export.layout=auto: the last one can hold any model.
-_LAYOUTS: tuple[Layout, ...] = (
-    *(LlamaLayout(), Qwen3Layout(), NGPTLayout(), AnGPTLayout(), RobertaLayout(), MarianLayout()),
-    Layout(),
-)
-LAYOUTS = {layout.name: layout for layout in _LAYOUTS}
+_TYPES = (LlamaLayout, Qwen3Layout, NGPTLayout, AnGPTLayout, RobertaLayout, MarianLayout, Layout)
+LAYOUTS: dict[str, Layout] = {layout.name: layout() for layout in _TYPES}
 
 
 def chosen_layout(name: str, config: ModelConfig, dtype: str = "fp32") -> Layout:
@@ -25,7 +22,7 @@ def chosen_layout(name: str, config: ModelConfig, dtype: str = "fp32") -> Layout
     if name == AUTO:
         return fitting
     if problem := refusal(LAYOUTS[name], config, dtype):
-        raise ConfigError(f"export.layout={name}: {problem}\n  Set export.layout={fitting.name}, or leave it out")
+        raise mistake(f"export.layout={name}: {problem}", f"Set export.layout={fitting.name}, or leave it out")
     return LAYOUTS[name]
 
 

@@ -10,7 +10,6 @@ Two things of Qwen3 differ, and each is made the same function:
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import DataError
-from ngpt_train.interop.layouts.layout import NOTE, Layout
+from ngpt_train.interop.layouts.layout import NOTE, Json, Layout, Tensors
 from ngpt_train.interop.layouts.llama import EMBEDDING, OF_LAYER, OUTPUT, Qwen3Layout, to_half
 from ngpt_train.models.angpt.keys import AnGPTConfig
 from ngpt_train.models.angpt.model import nu, root_mean_square_of_silu
@@ -52,7 +51,7 @@ class AnGPTLayout(Layout):
         as_gpt = GPTConfig(qk_norm=True, norm_eps=1e-20, **{name: getattr(config, name) for name in shared})
         return {**Qwen3Layout().config_json(as_gpt), "hidden_size": config.d_model + PADS, NOTE: {}}
 
-    def to_foreign(self, weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    def to_foreign(self, weights: Tensors, config: ModelConfig) -> dict[str, Tensor]:
         assert isinstance(config, AnGPTConfig)
         w = {name: weight.double() for name, weight in weights.items()}
         d, d_mlp, d_head = config.d_model, config.d_mlp or 4 * config.d_model, config.d_model // config.n_heads
@@ -89,19 +88,15 @@ class AnGPTLayout(Layout):
             found |= {f"model.{layer}.{OF_LAYER[name]}": x for name, x in of_layer.items()}
         if not bool((D.abs() >= SMALLEST).all()):
             least = f"{D.abs().nan_to_num().min():.2g}"
-            problem = (
-                f"an alpha near 1 leaves {least} of a coordinate of the first h in the last, {SMALLEST:.2g} is needed"
-            )
-            fix = "Set export.layout=safetensors"
-            raise DataError(f"export.layout=angpt: {problem}: fp32 would lose the rest\n  {fix}")
+            problem = f"an alpha near 1 leaves {least} of a coordinate of the first h in the last"
+            needed = f"{SMALLEST:.2g} is needed: fp32 would lose the rest"
+            raise DataError(f"export.layout=angpt: {problem}, {needed}\n  Set export.layout=safetensors")
         found["model.norm.weight"] = norm
         output = w["embedding" if config.tied_embeddings else "output"]
         found[OUTPUT] = reads(output, in_use("s_z", config.s_z)[:, None])
         return {name: x.contiguous().to(weights["embedding"].dtype, copy=True) for name, x in found.items()}
 
-    def from_foreign(
-        self, config_json: Mapping[str, Any], weights: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def from_foreign(self, config_json: Json, weights: Tensors) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Raises DataError."""
         fix = "Import an export with export.layout=safetensors"
         raise DataError(f"config.json: {NOTE}.layout=angpt: anGPT's factors are absorbed into these weights\n  {fix}")

@@ -8,9 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ngpt_train.config.keys import AUTO
 from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.config.validate import show
 from ngpt_train.core.errors import DataError
-from ngpt_train.interop.layouts.layout import NOTE, Layout, check_tensors, differing_key, turned, turned_shapes
+from ngpt_train.interop.layouts.layout import NOTE, Json, Layout, Tensors, check_tensors, turned, turned_shapes
 from ngpt_train.models.composed.keys import ComposedConfig
 from ngpt_train.models.composed_encoder_decoder.keys import ComposedEncoderDecoderConfig
 
@@ -46,8 +48,13 @@ class FormLayout(Layout):
     def refusal(self, config: ModelConfig) -> str | None:
         if type(config) is not self.schema:
             return f"model.name={config.name}: {self.architecture} is a form of model={self.schema().name}"
-        if found := differing_key(config, self.form, self.free):
-            return f"{found[0]}: {self.architecture} has {found[1]}"
+        if (n_kv_heads := config.n_kv_heads) not in (None, config.n_heads):
+            return f"model.n_kv_heads={n_kv_heads}: {self.architecture} has as many as model.n_heads"
+        defaults = self.schema()  # for keys of which the form says nothing
+        for key in (field.name for field in dataclasses.fields(config) if field.name not in self.free):
+            value, wanted = getattr(config, key), self.form.get(key, getattr(defaults, key))
+            if value != wanted and not (wanted == AUTO and value == 0):
+                return f"model.{key}={show(value)}: {self.architecture} has {show(wanted)}"
         if (config.placement_of("attn"), config.placement_of("mlp")) != ("post", "post"):
             return f"model.norm_placement: {self.architecture} has post in attention and MLP"
         return None
@@ -62,18 +69,16 @@ class FormLayout(Layout):
             **self.fixed,
         }
 
-    def model_keys(self, config_json: Mapping[str, Any]) -> dict[str, Any]:
+    def model_keys(self, config_json: Json) -> dict[str, Any]:
         """The inverse: keys of model.*."""
         sizes = {ours: config_json[theirs] for theirs, ours in self.sizes.items()}
         return {"name": self.schema().name, **self.form, "psi_warmup_steps": 0, "group_scaling": 0, **sizes}
 
-    def to_foreign(self, weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    def to_foreign(self, weights: Tensors, config: ModelConfig) -> dict[str, Tensor]:
         found = {place: turned(name, weights[name]) for name, place in self.names(config).items()}
         return found | self.constants(config, weights["embedding"])
 
-    def from_foreign(
-        self, config_json: Mapping[str, Any], weights: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def from_foreign(self, config_json: Json, weights: Tensors) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if not isinstance(config_json.get(NOTE), dict):
             raise DataError(f"config.json: model_type={self.name}: only exports of ours are read; others {self.others}")
         keys = self.model_keys(config_json)

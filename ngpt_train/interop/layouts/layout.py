@@ -1,24 +1,24 @@
 """The base of all layouts, and the checks that foreign keys and weights make a model."""
 
-import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ngpt_train.config.keys import AUTO
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config, build, schema_keys
 from ngpt_train.config.stored import to_dict
-from ngpt_train.config.validate import check_leaf, report_together, show
+from ngpt_train.config.validate import check_leaf, report_together
 from ngpt_train.core.errors import DataError
 from ngpt_train.models import build_model
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.weights import canonical, named_weights
 
 NOTE = "ngpt_train"  # our own entry of config.json; transformers ignores it
+Json = Mapping[str, Any]  # the content of config.json
+Tensors = Mapping[str, Tensor]  # by name
 Keys = TypeVar("Keys", bound=ModelConfig)
 
 
@@ -41,43 +41,21 @@ class Layout:
         """config.json, without token ids, dtype and the layout's name."""
         return {NOTE: {"model": to_dict(Config(model=config))["model"]}}
 
-    def to_foreign(self, weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    def to_foreign(self, weights: Tensors, config: ModelConfig) -> dict[str, Tensor]:
         """Takes canonical names, returns the program's names. Values keep their dtype."""
         return {name: weight.contiguous() for name, weight in weights.items()}
 
-    def from_foreign(
-        self, config_json: Mapping[str, Any], weights: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The inverse: model.* keys such as {"name": "gpt", "d_model": 64}, and canonical weights.
-
-        Raises ConfigError or DataError if keys or weights do not fit.
-        """
+    def from_foreign(self, config_json: Json, weights: Tensors) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The inverse: keys of model.*, such as "d_model", and canonical weights. Raises ConfigError or DataError."""
         keys = config_json[NOTE].get("model")
-        if not isinstance(keys, dict):
-            raise DataError(
-                f"config.json: {NOTE}.model is missing: it holds the keys of model.*. Export the model again"
-            )
-        return keys, dict(weights)
-
-
-def differing_key(config: ModelConfig, form: Mapping[str, Any], free: Collection[str]) -> tuple[str, str] | None:
-    """The first key of model.*, with its value, that differs from `form`, or where that is silent from the default, and
-    the value there. free: keys that may differ."""
-    if (n_kv_heads := config.n_kv_heads) not in (None, config.n_heads):
-        return f"model.n_kv_heads={n_kv_heads}", "as many as model.n_heads"
-    defaults = type(config)()
-    for field in dataclasses.fields(config):
-        value, wanted = getattr(config, field.name), form.get(field.name, getattr(defaults, field.name))
-        if field.name not in free and value != wanted and not (wanted == AUTO and value == 0):
-            return f"model.{field.name}={show(value)}", show(wanted)
-    return None
+        if isinstance(keys, dict):
+            return keys, dict(weights)
+        raise DataError(f"config.json: {NOTE}.model is missing: it holds the keys of model.*. Export the model again")
 
 
 def checked_config(keys: Mapping[str, Any], schema: type[Keys], place: str) -> Keys:
-    """The config with these model.* keys, by dotted names without `model.`.
-
-    Raises ConfigError with the key and `place` for an unknown key, a wrong value, and values that exclude each other.
-    """
+    """The config with these model.* keys, by dotted names without `model.`. Raises ConfigError with the key and `place`
+    for an unknown key, a wrong value, and values that exclude each other."""
     values = {f"model.{name}": value for name, value in keys.items()}
     for name, value in values.items():
         check_leaf(name, value, schema_keys(schema), place)
@@ -90,11 +68,8 @@ def checked_config(keys: Mapping[str, Any], schema: type[Keys], place: str) -> K
     return model
 
 
-def empty_model(config: ModelConfig, found: Mapping[str, Tensor]) -> Decoder:
-    """The config's model without values, on the device meta.
-
-    Raises DataError if the tensors `found` are fewer than the blocks: a forged config would take all memory.
-    """
+def empty_model(config: ModelConfig, found: Tensors) -> Decoder:
+    """The config's model without values, on the device meta. Raises as `check_layers`."""
     check_layers(config.n_layers, found)
     with torch.device("meta"):
         return build_model(config)
@@ -102,11 +77,7 @@ def empty_model(config: ModelConfig, found: Mapping[str, Tensor]) -> Decoder:
 
 def shapes_of(model: Decoder) -> dict[str, tuple[int, ...]]:
     """The shape of each weight, by canonical name."""
-    return {
-        canonical(path): (rows, *parameter.shape[1:])
-        for parameter, parts in named_weights(model)
-        for path, rows in parts.items()
-    }
+    return {canonical(path): (rows, *x.shape[1:]) for x, parts in named_weights(model) for path, rows in parts.items()}
 
 
 def is_turned(name: str) -> bool:
@@ -119,19 +90,20 @@ def turned(name: str, weight: Tensor) -> Tensor:
     return (weight.T if is_turned(name) else weight).contiguous()
 
 
-def turned_shapes(config: ModelConfig, found: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """The shape of each weight as other programs store it, by canonical name. Raises as `empty_model`."""
+def turned_shapes(config: ModelConfig, found: Tensors) -> dict[str, tuple[int, ...]]:
+    """The shape of each weight as other programs store it, by canonical name. Raises as `check_layers`."""
     shapes = shapes_of(empty_model(config, found))
     return {name: shape[::-1] if is_turned(name) else shape for name, shape in shapes.items()}
 
 
-def check_layers(n_layers: int, found: Mapping[str, Tensor]) -> None:
+def check_layers(n_layers: int, found: Tensors) -> None:
+    """Raises DataError if the tensors `found` are fewer than the layers: a forged config would take all memory."""
     if n_layers > len(found):
         raise DataError(f"a model of {n_layers:,} layers, but there are {len(found):,} tensors")
 
 
 def check_tensors(
-    found: Mapping[str, Tensor], wanted: Mapping[str, Sequence[int]], where: str = "the weights beside config.json"
+    found: Tensors, wanted: Mapping[str, Sequence[int]], where: str = "the weights beside config.json"
 ) -> None:
     """Raises DataError with every tensor that is missing or unknown, or has another shape or an integer dtype."""
     problems = [f"missing: {name} {tuple(shape)}" for name, shape in wanted.items() if name not in found]

@@ -5,7 +5,7 @@ Both have GPT's equations, but store two things differently. W_o and W_down are 
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import DataError
-from ngpt_train.interop.layouts.layout import NOTE, Layout, check_tensors, turned, turned_shapes
+from ngpt_train.interop.layouts.layout import NOTE, Json, Layout, Tensors, check_tensors, turned, turned_shapes
 from ngpt_train.models.gpt.keys import GPTConfig
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
@@ -54,10 +54,9 @@ ALSO = {"mistral": "llama"}  # model_type -> the layout with the same equations 
 class LlamaLayout(Layout):
     """GPT without QK-norm: LlamaForCausalLM."""
 
-    name = "llama"
+    name = "llama"  # also the model_type of config.json
     for_transformers = True
     files = ()
-    model_type = "llama"
     architecture = "LlamaForCausalLM"
     qk_norm = False
 
@@ -78,7 +77,7 @@ class LlamaLayout(Layout):
         assert isinstance(config, GPTConfig)
         return {
             "architectures": [self.architecture],
-            "model_type": self.model_type,
+            "model_type": self.name,
             "vocab_size": config.vocab_size,
             "hidden_size": config.d_model,
             "intermediate_size": config.d_mlp or 4 * config.d_model,
@@ -98,13 +97,11 @@ class LlamaLayout(Layout):
             NOTE: {"rope_layout": config.rope_layout},
         }
 
-    def to_foreign(self, weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    def to_foreign(self, weights: Tensors, config: ModelConfig) -> dict[str, Tensor]:
         return {place: _stored(name, weights[name], config, to_half) for name, place in names(config).items()}
 
-    def from_foreign(
-        self, config_json: Mapping[str, Any], weights: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        keys = model_keys(config_json, self.model_type, self.qk_norm)
+    def from_foreign(self, config_json: Json, weights: Tensors) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        keys = model_keys(config_json, self.name, self.qk_norm)
         config = GPTConfig(**keys)
         weights = {name: value for name, value in weights.items() if not name.endswith(INV_FREQ)}
         if config.tied_embeddings and OUTPUT in weights:
@@ -121,7 +118,6 @@ class Qwen3Layout(LlamaLayout):
     """GPT with QK-norm: Qwen3ForCausalLM, whose q and k pass an RMSNorm over the head before RoPE, too."""
 
     name = "qwen3"
-    model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
     qk_norm = True
 
@@ -155,7 +151,7 @@ def to_interleaved(rows: Tensor, d_head: int) -> Tensor:
     return rows.unflatten(0, (-1, 2, d_head // 2)).transpose(1, 2).flatten(0, 2)
 
 
-def model_keys(config_json: Mapping[str, Any], model_type: str, qk_norm: bool) -> dict[str, Any]:
+def model_keys(config_json: Json, model_type: str, qk_norm: bool) -> dict[str, Any]:
     """The keys of model=gpt. Raises DataError with the key, its value and the allowed values."""
     found = config_json.get("model_type")
     if not isinstance(found, str) or ALSO.get(found, found) != model_type:
@@ -172,14 +168,14 @@ def model_keys(config_json: Mapping[str, Any], model_type: str, qk_norm: bool) -
     if activation not in ACTIVATIONS:
         raise refused(config_json, "hidden_act", f"GPT has {' and '.join(ACTIVATIONS)}")
     d_model, n_heads = (integer(config_json, key) for key in ("hidden_size", "num_attention_heads"))
-    if d_model % n_heads or (d_model // n_heads) % 2:
+    d_head = d_model // n_heads
+    if d_model % n_heads or d_head % 2:
         raise refused(config_json, "num_attention_heads", f"hidden_size={d_model} has no such heads of an even width")
     n_kv_heads = config_json.get("num_key_value_heads") or n_heads
     if type(n_kv_heads) is not int or n_kv_heads < 1 or n_heads % n_kv_heads:
         raise refused(config_json, "num_key_value_heads", f"a divisor of num_attention_heads={n_heads}")
-    if (config_json.get("head_dim") or d_model // n_heads) != d_model // n_heads:
-        width = f"GPT has hidden_size / num_attention_heads, {d_model // n_heads}, alone"
-        raise refused(config_json, "head_dim", width)
+    if (config_json.get("head_dim") or d_head) != d_head:
+        raise refused(config_json, "head_dim", f"GPT has hidden_size / num_attention_heads, {d_head}, alone")
     tied = config_json.get("tie_word_embeddings", False)
     if not isinstance(tied, bool):
         raise refused(config_json, "tie_word_embeddings", "true or false")
@@ -202,11 +198,10 @@ def model_keys(config_json: Mapping[str, Any], model_type: str, qk_norm: bool) -
     }
 
 
-def rope_base(config_json: Mapping[str, Any]) -> float:
+def rope_base(config_json: Json) -> float:
     """The base of RoPE's angles, from rope_parameters (transformers 5) or rope_theta and rope_scaling (before)."""
     for key in ("rope_parameters", "rope_scaling"):
-        entry = config_json.get(key)
-        if entry is None:
+        if (entry := config_json.get(key)) is None:
             continue
         if not isinstance(entry, dict):
             raise refused(config_json, key, "an object, or null")
@@ -220,7 +215,7 @@ def rope_base(config_json: Mapping[str, Any]) -> float:
     return number(config_json, "rope_theta", 10000.0)
 
 
-def rope_layout(config_json: Mapping[str, Any]) -> str:
+def rope_layout(config_json: Json) -> str:
     """model.rope_layout of the exported run, from our own entry; without one `half`."""
     note = config_json.get(NOTE)
     found = note.get("rope_layout", "half") if isinstance(note, dict) else "half"
@@ -229,21 +224,21 @@ def rope_layout(config_json: Mapping[str, Any]) -> str:
     return str(found)
 
 
-def integer(config_json: Mapping[str, Any], key: str) -> int:
+def integer(config_json: Json, key: str) -> int:
     value = config_json.get(key)
     if type(value) is not int or not 1 <= value <= 10_000_000:
         raise refused(config_json, key, "a whole number from 1 to 10,000,000")
     return value
 
 
-def number(config_json: Mapping[str, Any], key: str, default: float | None = None) -> float:
+def number(config_json: Json, key: str, default: float | None = None) -> float:
     value = config_json.get(key, default)
     if type(value) not in (int, float) or not 0 < value <= 1e12:
         raise refused(config_json, key, "a number above 0, at most 1e12")
     return float(value)
 
 
-def refused(config_json: Mapping[str, Any], key: str, allowed: str) -> DataError:
+def refused(config_json: Json, key: str, allowed: str) -> DataError:
     """The error for an entry of config.json. allowed: its allowed values, in words."""
     return DataError(f"config.json: {key}={show(config_json.get(key))}: {allowed}. This model cannot be imported")
 
@@ -254,7 +249,7 @@ def show(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]} ..."
 
 
-def logits_of_transformers(weights: Mapping[str, Tensor], config: GPTConfig, tokens: Tensor) -> Tensor:
+def logits_of_transformers(weights: Tensors, config: GPTConfig, tokens: Tensor) -> Tensor:
     """GPT's logits `(B, T, V)` of tokens `(B, T)` in transformers' order of operations, in fp32 on a CPU.
 
     Our own forward pass computes RoPE's angles in fp64 and several matrices in one product; transformers computes the
@@ -269,8 +264,8 @@ def logits_of_transformers(weights: Mapping[str, Tensor], config: GPTConfig, tok
     def in_pairs(rows: Tensor) -> Tensor:
         return to_half(rows, d_head) if config.rope_layout == "interleaved" else rows
 
-    def norm(x: Tensor, gain: str) -> Tensor:
-        return weights[gain] * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.norm_eps))
+    def norm(x: Tensor, gain: Tensor) -> Tensor:
+        return gain * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.norm_eps))
 
     h = F.embedding(tokens, weights["embedding"])  # (B, T, d_model)
     for layer in (f"layers.{i}" for i in range(config.n_layers)):
@@ -279,20 +274,19 @@ def logits_of_transformers(weights: Mapping[str, Tensor], config: GPTConfig, tok
             w = weights[f"{layer}.w{name}"]
             x = F.linear(x, in_pairs(w) if name != "v" else w).unflatten(-1, (-1, d_head))
             if config.qk_norm and name != "v":
-                gain = in_pairs(weights[f"{layer}.{name}_norm"])
-                x = gain * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.norm_eps))
+                x = norm(x, in_pairs(weights[f"{layer}.{name}_norm"]))
             x = x.transpose(1, 2)  # (B, H, T, D)
             return x if name == "v" else x * cos + torch.cat((-x[..., d_head // 2 :], x[..., : d_head // 2]), -1) * sin
 
-        x = norm(h, f"{layer}.norm_attn")
+        x = norm(h, weights[f"{layer}.norm_attn"])
         q, k, v = (heads(x, name) for name in "qkv")
         grouped = n_kv_heads < config.n_heads
         x = F.scaled_dot_product_attention(q, k, v, is_causal=len(x[0]) > 1, scale=d_head**-0.5, enable_gqa=grouped)
         h = h + F.linear(x.transpose(1, 2).flatten(2), weights[f"{layer}.wo"].T.contiguous())
-        x = norm(h, f"{layer}.norm_mlp")
+        x = norm(h, weights[f"{layer}.norm_mlp"])
         hidden = act(F.linear(x, weights[f"{layer}.w_v"])) * F.linear(x, weights[f"{layer}.w_u"])
         h = h + F.linear(hidden, weights[f"{layer}.w_down"].T.contiguous())
-    return F.linear(norm(h, "norm_final"), weights["embedding" if config.tied_embeddings else "output"])
+    return F.linear(norm(h, weights["norm_final"]), weights["embedding" if config.tied_embeddings else "output"])
 
 
 def angles(length: int, d_head: int, base: float) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,6 @@ Post-norm, sinusoidal positions, and one matrix for the embeddings of source, tr
 eos, which also begins the translation. Positions are a table among the tensors, ours interleaved.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.interop.layouts.form import FREE, FormLayout, with_biases
+from ngpt_train.interop.layouts.layout import Json
 from ngpt_train.models.composed_encoder_decoder.keys import ComposedEncoderDecoderConfig
 from ngpt_train.models.layers.positions import sinusoids
 
@@ -33,15 +33,8 @@ OF_CROSS = with_biases(
 )
 # The form, as keys of model.*.
 FORM = {
-    "translates": True,
-    "norm": "layer",
-    "norm_placement": "post",
-    "norm_eps": 1e-5,
-    "tied_embeddings": True,
-    "shared_source": True,
-    "mlp": "plain",
-    "bias": True,
-    "positions": "sinusoidal",
+    **dict.fromkeys(("translates", "tied_embeddings", "shared_source", "bias"), True),
+    **{"norm": "layer", "norm_placement": "post", "norm_eps": 1e-5, "mlp": "plain", "positions": "sinusoidal"},
 }
 # Our key for each key of config.json; then its keys that never change.
 SIZES = {
@@ -80,28 +73,22 @@ class MarianLayout(FormLayout):
 
     def names(self, config: ModelConfig) -> dict[str, str]:
         assert isinstance(config, ComposedEncoderDecoderConfig)
-        stacks = {
-            "encoder": (config.n_encoder_layers or config.n_layers, "encoder", OF_BLOCK),
-            "layers": (config.n_layers, "decoder", OF_BLOCK | OF_CROSS),
-        }
-        return {"embedding": "model.shared.weight"} | {
-            f"{ours}.{i}.{part}": f"model.{theirs}.layers.{i}.{place}"
-            for ours, (n, theirs, parts) in stacks.items()
-            for i in range(n)
-            for part, place in parts.items()
-        }
+        found = {"embedding": "model.shared.weight"}
+        for i in range(config.n_encoder_layers or config.n_layers):
+            found |= {f"encoder.{i}.{part}": f"model.encoder.layers.{i}.{at}" for part, at in OF_BLOCK.items()}
+        for i in range(config.n_layers):
+            parts = OF_BLOCK | OF_CROSS
+            found |= {f"layers.{i}.{part}": f"model.decoder.layers.{i}.{at}" for part, at in parts.items()}
+        return found
 
     def constants(self, config: ModelConfig, embedding: Tensor) -> dict[str, Tensor]:
         table = sinusoids(config.context // 2, config.d_model, embedding.device).to(embedding.dtype)
-        return {
-            "final_logits_bias": torch.zeros_like(embedding[:, :1].T),
-            "model.encoder.embed_positions.weight": table,
-            "model.decoder.embed_positions.weight": table.clone(),
-        }
+        tables = {f"model.{of}.embed_positions.weight": table.clone() for of in ("encoder", "decoder")}
+        return {"final_logits_bias": torch.zeros_like(embedding[:, :1].T), **tables}
 
     def config_json(self, config: ModelConfig) -> dict[str, Any]:
         return super().config_json(config) | {"max_position_embeddings": config.context // 2}
 
-    def model_keys(self, config_json: Mapping[str, Any]) -> dict[str, Any]:
+    def model_keys(self, config_json: Json) -> dict[str, Any]:
         halves = {"context": 2 * config_json["max_position_embeddings"]}
         return super().model_keys(config_json) | halves | {"embedding_dropout": config_json["dropout"]}

@@ -37,16 +37,8 @@ OF_LAYER = with_biases(
 )
 # The form, as keys of model.*.
 FORM = {
-    "bidirectional": True,
-    "norm": "layer",
-    "norm_placement": "post",
-    "embedding_norm": True,
-    "masked_head": True,
-    "tied_embeddings": True,
-    "mlp": "plain",
-    "activation": "gelu",
-    "bias": True,
-    "positions": "learned",
+    **dict.fromkeys(("bidirectional", "embedding_norm", "masked_head", "tied_embeddings", "bias"), True),
+    **{"norm": "layer", "norm_placement": "post", "mlp": "plain", "activation": "gelu", "positions": "learned"},
 }
 # Our key for each key of config.json; then its keys that never change.
 SIZES = {

@@ -1,6 +1,7 @@
 """Findings of several ranks become rows that name hosts and ranks."""
 
-from ngpt_train.doctor.findings import OK, WARNING, WRONG, Finding, different, in_words, merged, with_host_names
+from ngpt_train.doctor.examination import with_host_names
+from ngpt_train.doctor.findings import OK, WARNING, WRONG, Finding, different, in_words, merged
 from tests.unit.doctor.places import answers, hosts
 
 

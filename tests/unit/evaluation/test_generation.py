@@ -84,7 +84,7 @@ def test_a_seed_gives_the_text_that_it_gave(encoder: bool, options: dict[str, fl
             new = torch.cat([new, new.new_tensor([token])])
         for reader in (cached(model), Recomputed(model)):
             row = row_of(model, prompt, seed)
-            continue_rows(reader, [row], config, EOS, 257, lambda *_: False)
+            continue_rows(reader, [row], config, BYTES, lambda *_: False)
             assert row.new == new.tolist()
 
 

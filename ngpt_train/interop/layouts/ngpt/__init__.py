@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import DataError
-from ngpt_train.interop.layouts.layout import Layout, check_tensors, checked_config, turned, turned_shapes
+from ngpt_train.interop.layouts.layout import Layout, Tensors, check_tensors, checked_config, turned, turned_shapes
 from ngpt_train.models.ngpt.keys import NGPTConfig
 
 MODEL_TYPE = "ngpt_train_ngpt"
-# Ours -> transformers'.
-RENAMED = {
+# Ours -> config.json's.
+NAMES = {
     "vocab_size": "vocab_size",
     "d_model": "hidden_size",
     "d_mlp": "intermediate_size",
@@ -30,8 +30,8 @@ RENAMED = {
     "activation": "hidden_act",
     "update": "sphere_update",
 }
-SAME = ["rope_base", "rope_layout", "alpha_sign", "qk_norm", "softmax_scale", "update_attn", "update_mlp", "norm_eps"]
-SAME += ["constraint"]
+SAME = ("rope_base", "rope_layout", "alpha_sign", "qk_norm", "softmax_scale", "update_attn", "update_mlp", "norm_eps")
+NAMES |= {name: name for name in (*SAME, "constraint")}
 SCALES = ("alpha_attn", "alpha_mlp", "s_qk", "s_u", "s_v", "s_z")
 REFERENCE = {"d_model": "d_ref", "n_layers": "L_ref"}  # key of model.reference: its name in the words of a scale
 # The modeling file's names, in a block and outside of blocks.
@@ -54,7 +54,7 @@ class NGPTLayout(Layout):
 
     def config_json(self, config: ModelConfig) -> dict[str, Any]:
         assert isinstance(config, NGPTConfig)
-        written = {theirs: getattr(config, ours) for ours, theirs in RENAMED.items()}
+        written = {theirs: getattr(config, ours) for ours, theirs in NAMES.items()}
         written["num_key_value_heads"] = config.n_kv_heads or config.n_heads
         written["intermediate_size"] = config.d_mlp or 4 * config.d_model
         scales = {name: asdict(getattr(config, name)) for name in SCALES}
@@ -68,17 +68,16 @@ class NGPTLayout(Layout):
                 "AutoModelForCausalLM": "modeling_ngpt.NGPTForCausalLM",
             },
             **written,
-            **{name: getattr(config, name) for name in SAME},
             **scales,
             # Other keys of model.reference act on learning rates alone, which are no part of the model.
             "reference": {name: getattr(config.reference, name) for name, size in REFERENCE.items() if size in words},
         }
 
-    def to_foreign(self, weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    def to_foreign(self, weights: Tensors, config: ModelConfig) -> dict[str, Tensor]:
         return {foreign(name): turned(name, x) for name, x in weights.items()}
 
     def from_foreign(
-        self, config_json: Mapping[str, Any], weights: Mapping[str, Tensor]
+        self, config_json: Mapping[str, Any], weights: Tensors
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         keys = keys_of(config_json)
         config = checked_config(keys, NGPTConfig, "in config.json")
@@ -102,22 +101,20 @@ def foreign(name: str) -> str:
 
 def keys_of(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """model.* keys, by dotted names. Raises DataError if config.json is another model's or lacks a key."""
-    if config_json.get("model_type") != MODEL_TYPE:
-        found = config_json.get("model_type")
+    if (found := config_json.get("model_type")) != MODEL_TYPE:
         raise DataError(f"config.json: model_type={found!r} is not {MODEL_TYPE!r}, which export.layout=ngpt writes")
     tied = {"tie_word_embeddings": False, **config_json}  # transformers may leave out its own default
-    wanted: dict[str, tuple[str, ...]] = {name: (name,) for name in SAME}
-    wanted |= {ours: (theirs,) for ours, theirs in RENAMED.items()}
+    keys = {"name": "ngpt"} | {ours: read(tied, theirs) for ours, theirs in NAMES.items()}
     for name in SCALES:
         leaves = ("kind", "init", "scale", "shared") if name == "s_qk" else ("kind", "init", "scale")
-        wanted |= {f"{name}.{leaf}": (name, leaf) for leaf in leaves}
-    reference = read(tied, ("reference",))
+        keys |= {f"{name}.{leaf}": read(tied, name, leaf) for leaf in leaves}
+    reference = read(tied, "reference")
     given = [x for x in REFERENCE if not isinstance(reference, Mapping) or reference.get(x) is not None]
-    wanted |= {f"reference.{leaf}": ("reference", leaf) for leaf in given}
-    return {"name": "ngpt"} | {ours: read(tied, path) for ours, path in wanted.items()}
+    return keys | {f"reference.{x}": read(tied, "reference", x) for x in given}
 
 
-def read(tree: Any, path: tuple[str, ...]) -> Any:
+def read(tree: Any, *path: str) -> Any:
+    """The entry at this path. Raises DataError if there is none."""
     for depth, name in enumerate(path):
         if not isinstance(tree, Mapping) or name not in tree:
             raise DataError(f"config.json: {'.'.join(path[: depth + 1])} is missing, which export.layout=ngpt writes")
