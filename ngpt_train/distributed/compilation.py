@@ -120,7 +120,7 @@ def begin_graph_step_at_forward(model: nn.Module) -> None:
 def hold_gradients(model: nn.Module) -> None:
     """Gives every parameter without a gradient a zero gradient, to which backward passes add in place.
 
-    To be called in a step and not earlier, because a checkpoint is loaded into parameters without gradients.
+    To be called in a step and not earlier: loading a checkpoint takes gradients away again.
     """
     for parameter in model.parameters():
         if parameter.grad is None:

@@ -209,7 +209,7 @@ def shard(model: Decoder, world: World, n_shards: int, keep_whole: bool = False)
 
 
 def is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
-    """Whether `shard` has made it FSDP2's. Before the first `shard` its class, with DTensor, is not imported."""
+    """Whether `shard` has made it FSDP2's. Before the first `shard` its class, with DTensor, may not be imported."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 

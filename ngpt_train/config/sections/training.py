@@ -273,8 +273,8 @@ class ParallelConfig:
     )
     check_replicas: int = key(
         1000,
-        "Steps between two comparisons of what several ranks hold, weights and moments, beside the one at each save; 0 "
-        "at saves alone.",
+        "Steps between two comparisons of what several ranks hold, weights, moments and moving averages, beside the "
+        "one at each save; 0 at saves alone.",
         minimum=0,
     )
 

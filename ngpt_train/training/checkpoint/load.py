@@ -33,7 +33,8 @@ def load_state(checkpoint: Path, state: TrainState, verified: bool = False) -> d
     if not verified:
         verify(checkpoint, state.world)
     progress = read_progress(checkpoint)
-    begin_moments_(state.optimizer)
+    if progress["step"]:
+        begin_moments_(state.optimizer)
     statistics = empty_statistics(state.model, progress["world_size"])
     read_tensors(checkpoint, state.model, {**held_tensors(state), "statistics": statistics})
     set_statistics(state.model, statistics, state.world)

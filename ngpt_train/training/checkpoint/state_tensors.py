@@ -73,14 +73,16 @@ def parts_of(model: nn.Module) -> dict[str, dict[str, int]]:
 
 
 def held_tensors(state: TrainState) -> Tensors:
-    """Weights, moments and moving averages: the memory of `state` itself, this rank's shards under FSDP2.
+    """Weights and buffers, moments and moving averages: the memory of `state` itself, this rank's shards under FSDP2.
 
     A moment has the optimizer's name for it, such as `exp_avg`. There are none before the first step.
     """
     # Between a validation and the next step FSDP2 lends the model whole matrices. state_dict takes them back.
     weights: dict[str, Tensor] = state.model.state_dict(keep_vars=True)
-    names = {parameter: name for name, parameter in weights.items()}
-    found = {"model": {name: parameter.detach() for name, parameter in weights.items()}}
+    names: dict[Tensor, str] = {}
+    for name, weight in weights.items():
+        names.setdefault(weight, name)  # a shared one has the first of its names, as in `named_parameters`
+    found = {"model": {name: weight.detach() for weight, name in names.items()}}
     for parameter, moments in state.optimizer.state.items():
         for moment, value in moments.items():
             found.setdefault(moment, {})[names[parameter]] = value
@@ -93,7 +95,7 @@ def begin_moments_(optimizer: torch.optim.Optimizer) -> None:
     if not optimizer.state:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         optimizer.step()
         optimizer.zero_grad()
 
@@ -104,7 +106,7 @@ def by_canonical_name(model: nn.Module, tensors: Tensors) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for kind, named in tensors.items():
         for name, value in named.items():
-            stacked = {name: 1} if kind == "statistics" else parts[name]
+            stacked = {name: 1} if kind == "statistics" else parts.get(name, {canonical(name): 1})  # a buffer
             for part, rows in cut(value, stacked).items():
                 found[part if kind == "model" else f"{kind}.{part}"] = rows
     return found

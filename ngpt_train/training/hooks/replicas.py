@@ -1,5 +1,5 @@
-"""Compares the tensors that several ranks hold: all weights and moments under DDP, vectors and their moments under
-FSDP2, and under HSDP also each shard across the groups.
+"""Compares the tensors that several ranks hold: all weights, moments and moving averages under DDP, those of vectors
+under FSDP2, and under HSDP also each shard across the groups.
 
 Replicas are computed from the same numbers, so they are equal to the bit. If they differ, a memory or a device has
 failed, and the ranks train different models whose gradients are averaged.
@@ -59,9 +59,10 @@ def check_replicas(state: TrainState) -> None:
 
 
 def _shared(state: TrainState) -> Iterator[tuple[str, Tensor]]:
-    """Tensors with replicas on other ranks."""
+    """Tensors with replicas on other ranks. Buffers are none: ranks may count in them what each has seen."""
+    buffers = {name for name, _ in state.model.named_buffers()}
     for name, tensor in with_names(state):
-        if not is_sharded(tensor) or replicas(tensor) > 1:
+        if name not in buffers and (not is_sharded(tensor) or replicas(tensor) > 1):
             yield name, tensor
 
 

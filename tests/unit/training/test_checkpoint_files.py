@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from ngpt_train.config import load_config
 from ngpt_train.core.errors import DataError
+from ngpt_train.models.gpt.model import GPT
 from ngpt_train.training import TrainState, build_state, train_step
 from ngpt_train.training.checkpoint import Checkpoints, load_state
 from ngpt_train.training.checkpoint.catalogue import differences, size_and_checksum, verify
@@ -33,12 +34,21 @@ TENSORS = {
 }
 
 
-def trained(*overrides: str) -> TrainState:
+def begun(*overrides: str) -> TrainState:
     given = ["model=gpt", "scale=debug", "model.vocab_size=64", "train.device=cpu", "train.batch_rows=2"]
-    state = build_state(load_config([*given, "train.micro_rows=2", *overrides], world_size=1))
+    return build_state(load_config([*given, "train.micro_rows=2", *overrides], world_size=1))
+
+
+def one_step(state: TrainState) -> float:
+    """The loss before it."""
     state.optimizer.param_groups[0]["lr"] = 0.1
     rows = torch.randint(64, (2, state.config.model.context + 1), generator=torch.Generator().manual_seed(0))
-    train_step(state, [(rows[:, :-1], rows[:, 1:])])
+    return float(train_step(state, [(rows[:, :-1], rows[:, 1:])]).loss)
+
+
+def trained(*overrides: str) -> TrainState:
+    state = begun(*overrides)
+    one_step(state)
     return state
 
 
@@ -154,6 +164,38 @@ def test_what_is_read_back_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(DataError, match="a file reads back differently: shard-00001"):
         save_state(kept, state)
     assert [path.name for path in tmp_path.iterdir()] == [first.name]
+
+
+@pytest.mark.parametrize("kind", ["buffer", "shared", "frozen", "before a step"])
+def test_models_of_others_are_saved_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Caught: a plug-in's buffer or shared MLP without a name, a frozen parameter that gets moments on a resume."""
+    init = GPT.__init__
+
+    def changed(self: GPT, *given: object) -> None:
+        init(self, *given)  # type: ignore[arg-type]
+        first, second = self.layers
+        if kind == "buffer":
+            self.register_buffer("table", torch.arange(4.0))
+        elif kind == "shared":
+            second.mlp = first.mlp
+        elif kind == "frozen":
+            first.norm_attn.gain.requires_grad_(False)
+
+    monkeypatch.setattr(GPT, "__init__", changed)
+    state, again = begun(), begun()
+    if kind != "before a step":
+        one_step(state)
+    if kind == "buffer":
+        state.model.table += 1
+    path = save_state(Checkpoints(tmp_path, state.world, 1, None), state)
+    for weight in again.model.state_dict().values():
+        weight.zero_()
+    load_state(path, again)
+    for _ in range(2):
+        stored, read = state.model.state_dict(), again.model.state_dict()
+        assert all(torch.equal(value, stored[name]) for name, value in read.items())
+        losses = [one_step(each) for each in (state, again)]
+        assert losses[0] == losses[1]
 
 
 def test_copies_are_apart_and_used_again() -> None:
