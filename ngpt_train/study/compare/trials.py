@@ -196,22 +196,33 @@ def pair_of(arm: Arm, baseline: Arm, metric: str) -> tuple[Pair | None, list[str
         at = "" if len(apart) == len(cells) else f" at {', '.join(f'{b:,}' for b in apart)} tokens"
         notes.append(f"{names} have no seed in common{at}: their runs are paired in the order of seeds")
         cells |= {b: (_numbered(cells[b][0]), _numbered(cells[b][1])) for b in apart}
-    shared = {b: one.keys() & other.keys() for b, (one, other) in cells.items()}
-    budgets, seeds = list(cells), sorted(set().union(*shared.values()))
-    trials = [cells[b][side][s] if s in shared[b] else None for side in (0, 1) for b in budgets for s in seeds]
-    losses = losses_of(trials).reshape(2, len(budgets), len(seeds))
-    rows, why = rows_of(trials, metric)
+    trials, losses, rows, why = crossed(cells, metric)
     if rows is None:
         notes.append(f"{names}: without the noise of validation rows, because {why}")
-    of_rows = (None, None) if rows is None else rows.reshape(*losses.shape, -1)
-    both = [[(x, b) for x in (baseline, arm)] for b in budgets]
-    prices = np.array([[x.prices[b] for x, b in row] for row in both])
-    unstable = np.array([[divergence_price(x, b) for x, b in row] for row in both])
-    first = None if rows is None else next(trial for trial in trials if trial is not None)
-    further, why = _further(baseline, budgets, first, metric)
+    prices = np.array([[x.prices[b] for x in (baseline, arm)] for b in cells])
+    unstable = np.array([[divergence_price(x, b) for x in (baseline, arm)] for b in cells])
+    further, why = _further(baseline, list(cells), None if rows is None else next(filter(None, trials)), metric)
     notes += [f"{baseline.name}: {why}"] if why else []
-    pair = Pair(np.array(budgets, float), losses[0], losses[1], of_rows[0], of_rows[1], further, prices, unstable)
+    one, other = (None, None) if rows is None else rows
+    pair = Pair(np.array(list(cells), float), losses[0], losses[1], one, other, further, prices, unstable)
     return pair, notes
+
+
+def crossed(
+    cells: Mapping[int, Sequence[Mapping[int, Trial]]], metric: str
+) -> tuple[list[Trial | None], np.ndarray, np.ndarray | None, str]:
+    """The trials of N arms at K budgets with the S seeds that all have there; their end losses, `(N, K, S)`, NaN for no
+    trial; and the part of each row in them, `(N, K, S, R)`, or None and the reason.
+
+    cells[budget]: the trials of each arm by seed.
+    """
+    shared = {budget: set.intersection(*map(set, arms)) for budget, arms in cells.items()}
+    seeds = sorted(set().union(*shared.values()))
+    n_arms = len(next(iter(cells.values())))
+    trials = [cells[b][n][s] if s in shared[b] else None for n in range(n_arms) for b in cells for s in seeds]
+    losses = losses_of(trials).reshape(n_arms, len(cells), len(seeds))
+    rows, why = rows_of(trials, metric)
+    return trials, losses, None if rows is None else rows.reshape(*losses.shape, -1), why
 
 
 def _further(baseline: Arm, shared: Sequence[int], first: Trial | None, metric: str) -> tuple[Further | None, str]:
@@ -221,11 +232,11 @@ def _further(baseline: Arm, shared: Sequence[int], first: Trial | None, metric: 
     from more tokens. first: a trial with the rows that all must have; None if rows are not compared.
     """
     states = {baseline.state(budget) for budget in shared} - {"edge"}
-    others = [budget for budget in baseline.budgets if budget not in shared]
-    left = ", ".join(f"{budget:,}" for budget in others if baseline.state(budget) not in states)
-    said = f"its losses at {left} tokens are not part of the fit, because it is not tuned there as elsewhere"
-    said = said if left else ""
-    others = [budget for budget in others if baseline.state(budget) in states]
+    further = [budget for budget in baseline.budgets if budget not in shared]
+    others = [budget for budget in further if baseline.state(budget) in states]
+    left, said = ", ".join(f"{budget:,}" for budget in further if budget not in others), ""
+    if left:
+        said = f"its losses at {left} tokens are not part of the fit, because it is not tuned there as elsewhere"
     if not others:
         return None, said
     runs = [list(baseline.at_best(budget).values()) for budget in others]
