@@ -3,6 +3,7 @@ and whether it equals a run of another study."""
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from operator import attrgetter
@@ -19,18 +20,9 @@ from ngpt_train.core.constants import TRANSLATED
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json
 from ngpt_train.core.recorded import TEXT, Record, checked, compared, read_end, read_records
-from ngpt_train.study.definition import (
-    LR,
-    SAME_BUDGET,
-    Study,
-    Value,
-    config_dir_of,
-    merged,
-    name_of,
-    text_of,
-)
+from ngpt_train.study.definition import LR, SAME_BUDGET, Study, Value, config_dir_of, merged, name_of, text_of
 from ngpt_train.study.descent import Grid
-from ngpt_train.study.tuning import is_number
+from ngpt_train.study.tuning import changed, is_number, sorted_values
 
 DONE, FAILED, UNFINISHED, WAITING = "done", "failed", "unfinished", "waiting"
 FAILURES = "failures"  # directory of a study with FAILURES/<run>.json for each run that crashed too often
@@ -94,8 +86,8 @@ class Runs:
         # Composing takes some 50 ms, and each turn of the loop asks again.
         self.steps = cache(self._steps)
         self.config = cache(lambda point: self._composed(self.arguments(point)))
-        self.start = cache(self._start)
-        self.grids = cache(self._grids)
+        self.start = cache(lambda arm, budget: float(self._at(arm, budget).optim.lr))  # of the arm's recipe
+        self.grids = cache(lambda arm, budget: {key: self._grid(arm, budget, key) for key in study.keys_of(arm)})
         self._of_arm = cache(self._of_an_arm)
 
     def directory(self, point: Point) -> Path:
@@ -117,7 +109,7 @@ class Runs:
         """The point with the recipe's learning rate, the first value of each further key, and the first seed."""
         values = {LR: self.start(arm, budget)}
         values |= {key: self._first(arm, budget, key, said) for key, said in self.study.keys_of(arm).items()}
-        return Point(arm, budget, tuple(sorted(values.items())), self.study.seeds[0])
+        return Point(arm, budget, sorted_values(values), self.study.seeds[0])
 
     def check(self) -> None:
         """Composes the configuration of every arm at every budget, with each value of every further key."""
@@ -150,28 +142,23 @@ class Runs:
     def _check_value(self, first: Point, key: str, value: Value) -> None:
         """Composes the configuration of a point whose key has this value. A key of the schedule is composed with each
         tuned batch, because a larger batch has fewer steps."""
-        changed = _with(first, key, value)
-        config, tokens = self.config(changed), self._tokens(first)
-        if key in _OF_A_STEP and abs(self._tokens(changed) - tokens) > SAME_BUDGET * tokens:
-            problem = f"study.tune: {key}={show(value)}: whole steps have {self._tokens(changed)} tokens, not {tokens}"
+        other = _with(first, key, value)
+        config, tokens = self.config(other), self._tokens(first)
+        if key in _OF_A_STEP and abs(self._tokens(other) - tokens) > SAME_BUDGET * tokens:
+            problem = f"study.tune: {key}={show(value)}: whole steps have {self._tokens(other)} tokens, not {tokens}"
             problem += f" as with {show(dict(first.values)[key])}, so that compare would take them for another budget"
-            of_a_step = config.train.rows_per_step * config.model.context
-            raise mistake(problem, f"Leave the value out, or set study.budgets to multiples of {of_a_step}")
+            raise mistake(problem, f"Leave the value out, or set study.budgets to multiples of {_of_a_step(config)}")
         batches = _OF_A_STEP if key.startswith("schedule.") else ()
         for batch in [name for name in batches if name in self.study.keys_of(first.arm)]:
-            for other in self._grid(first.arm, first.budget, batch).values[1:]:
-                self.config(_with(changed, batch, other))
+            for size in self._grid(first.arm, first.budget, batch).values[1:]:
+                self.config(_with(other, batch, size))
 
     def _tokens(self, point: Point) -> int:
-        train = self.config(point).train
-        return self.steps_of(point) * train.rows_per_step * self.config(point).model.context
+        return self.steps_of(point) * _of_a_step(self.config(point))
 
-    def _start(self, arm: str, budget: int) -> float:
-        """The learning rate of the arm's recipe at this budget."""
-        return float(self._at(arm, budget).optim.lr)
-
-    def _at(self, arm: str, budget: int, *arguments: str) -> Config:
-        return self._composed(merged(self._of_arm(arm), [f"train.steps={self.steps(arm, budget)}"], arguments))
+    def _at(self, arm: str, budget: int) -> Config:
+        """The configuration of the arm's recipe at this budget."""
+        return self._composed(merged(self._of_arm(arm), [f"train.steps={self.steps(arm, budget)}"]))
 
     def _first(self, arm: str, budget: int, key: str, said: Any) -> Any:
         """The first of a key's listed values, or the arm's own number, which a factor goes out from."""
@@ -186,9 +173,6 @@ class Runs:
             fix = f"Set {key} to a number above 0 in the arm, or list the values to try"
             raise mistake(f"study.tune: {key}: {show(value)} of arm {arm} is no number to multiply by {said:g}", fix)
         return value
-
-    def _grids(self, arm: str, budget: int) -> dict[str, Grid]:
-        return {key: self._grid(arm, budget, key) for key in self.study.keys_of(arm)}
 
     def _grid(self, arm: str, budget: int, key: str) -> Grid:
         """A key's values. By a factor: as far on both sides as the configuration allows, in six digits, like names of
@@ -209,11 +193,10 @@ class Runs:
         return Grid(tuple(values), outward=True)
 
     def _allows(self, first: Point, key: str, value: Value) -> bool:
-        try:
+        with suppress(ConfigError):
             self._check_value(first, key, value)
-        except ConfigError:
-            return False
-        return True
+            return True
+        return False
 
     def steps_of(self, point: Point) -> int:
         """The steps of a point, whose tuned batch has as many tokens in all as any other."""
@@ -225,7 +208,7 @@ class Runs:
         # No warmup is too long for this many steps. `config` checks it against the real number.
         chosen = [f"train.steps={_MANY_STEPS}", *(f"{key}={show(value)}" for key, value in of_a_step)]
         config = self._composed(merged(self._of_arm(arm), chosen))
-        tokens = config.train.rows_per_step * config.model.context
+        tokens = _of_a_step(config)
         steps = round(budget / tokens)
         if steps < 1:
             problem = f"study.budgets: {budget} tokens are less than a step of arm {arm}, which has {tokens}"
@@ -279,7 +262,12 @@ class Runs:
 
 
 def _with(point: Point, key: str, value: Value) -> Point:
-    return replace(point, values=tuple(sorted((dict(point.values) | {key: value}).items())))
+    return replace(point, values=changed(point.values, key, value))
+
+
+def _of_a_step(config: Config) -> int:
+    """Tokens."""
+    return config.train.rows_per_step * config.model.context
 
 
 def carried(key: str, value: Any, ratio: float) -> Any:
@@ -339,7 +327,6 @@ def _is_clearly_another(stored: Config, new: Config) -> bool:
 
 @lru_cache(maxsize=4096)
 def _stored(path: Path, modified: int) -> Config | None:
-    try:
+    with suppress(DataError):
         return read_yaml(path)
-    except DataError:
-        return None
+    return None
