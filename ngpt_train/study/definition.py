@@ -144,6 +144,9 @@ def read_study(
         if len(set(values)) < len(values):
             raise mistake(f"study.{key}={show(values)}: one of them is there twice", "Name each once")
     _check_descent(config, tune)
+    for interaction, four in config.interactions.items():
+        for arm in four:
+            check_arm(f"study.interactions: {interaction}: {arm}", arm, arms)
     return Study(
         name=name,
         root=Path(config.root).expanduser(),
@@ -159,7 +162,7 @@ def read_study(
         refine=_as_begun(Path(config.root).expanduser() / name) if config.refine is None else config.refine,
         descent_budget=config.descent_budget,
         descent_runs=config.descent_runs,
-        interactions=_interactions(config.interactions, arms),
+        interactions={name: tuple(four) for name, four in config.interactions.items()},
         options=tuple(options),
         command=command_of(verb, [*arguments, *options]),
     )
@@ -201,14 +204,6 @@ def _tuned(table: Mapping[str, Any], arms: Collection[str]) -> dict[str, Any]:
         elif name != LR:
             tuned[name] = _grid(name, grid)
     return tuned
-
-
-def _interactions(table: Mapping[str, Any], arms: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """`study.interactions`. Raises ConfigError for an arm that the study does not have."""
-    for name, four in table.items():
-        for arm in four:
-            check_arm(f"study.interactions: {name}: {arm}", arm, arms)
-    return {name: tuple(four) for name, four in table.items()}
 
 
 def _check_descent(config: StudyConfig, tune: Mapping[str, Any]) -> None:

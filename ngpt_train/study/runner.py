@@ -22,15 +22,7 @@ from ngpt_train.study.descent import write_phases
 from ngpt_train.study.engines import Ended, Engine, Job
 from ngpt_train.study.engines.local import local_engine, usable_cores, usable_gpus
 from ngpt_train.study.engines.slurm import slurm_engine
-from ngpt_train.study.points import (
-    FAILED,
-    FAILURES,
-    Point,
-    Result,
-    Runs,
-    differences,
-    failure_record,
-)
+from ngpt_train.study.points import FAILED, FAILURES, Point, Result, Runs, differences, failure_record
 from ngpt_train.study.progress_lines import ProgressLines
 from ngpt_train.study.search import next_points, phases
 
@@ -108,13 +100,11 @@ def ended(study: Study, results: Mapping[Point, Result]) -> tuple[list[Result], 
 
 def _check_comparison(config: Config, study: Study) -> None:
     """Raises ConfigError for what the comparison at the study's end, hours later, would refuse."""
-    compare = config.compare
-    if compare.out is not None:
-        check_out(Path(compare.out).expanduser())
-    if compare.baseline is None or compare.arms is not None:
-        return
-    if not (study.runs / Path(compare.baseline).name).exists():
-        check_arm(f"compare.baseline={compare.baseline}", compare.baseline, study.arms)
+    out, baseline = config.compare.out, config.compare.baseline
+    if out is not None:
+        check_out(Path(out).expanduser())
+    if baseline is not None and config.compare.arms is None and not (study.runs / Path(baseline).name).exists():
+        check_arm(f"compare.baseline={baseline}", baseline, study.arms)
 
 
 def _taken(study: Study) -> DirectoryLock:
@@ -190,13 +180,12 @@ class Runner:
 
     def _loop(self) -> bool:
         while True:
-            wanted = self._wanted()
-            stopping = self.is_stopping()
+            wanted, stopping = self._wanted(), self.is_stopping()
             if stopping:
                 self.engine.stop()
             else:
                 self._start(wanted)
-            held = {job.point for job in self.engine.running()}
+            held = self._held()
             running = sorted(held, key=lambda point: wanted.index(point) if point in wanted else len(wanted))
             self.progress.update(self.results, running, [point for point in wanted if point not in held])
             if not held and (stopping or not wanted):
@@ -215,9 +204,12 @@ class Runner:
             self._known = len(self.results)
             points = next_points(self.study, self.runs.start, self.runs.grids, self.results)
             self._points = sorted(points, key=lambda point: point.budget)
-            held = {job.point for job in self.engine.running()}
+            held = self._held()
             self._look([point for point in self._points if point not in held])
         return [point for point in self._points if point not in self.results]
+
+    def _held(self) -> set[Point]:
+        return {job.point for job in self.engine.running()}
 
     def _look(self, points: Sequence[Point]) -> None:
         """Takes over the results of ended runs, also of runs shared with other studies."""
@@ -226,7 +218,10 @@ class Runner:
             self._share(point, run)
             _check_whole(run)
             if point not in self._checked and (run / "config.yaml").exists():
-                self._check(point, run)
+                if found := differences(read_yaml(run / "config.yaml"), self.runs.config(point)):
+                    lines = [f"{name}: {show(old)} -> {show(new)}" for name, old, new in found]
+                    fix = "Choose another study.name, or delete this directory to have the run made again."
+                    raise mismatch(f"study.name={self.study.name}: {run} is another run than the study's", lines, fix)
                 self._checked.add(point)
             self._take_over(point)
 
@@ -242,8 +237,7 @@ class Runner:
             run.unlink()  # the other study is gone
         if (run / "config.yaml").exists() or self._attempts[point]:
             return False
-        other = self.runs.equal_run(point)
-        if other is None:
+        if (other := self.runs.equal_run(point)) is None:
             return False
         run.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -253,21 +247,12 @@ class Runner:
         self.progress.say(f"{point.directory}: shares the run {other}")
         return True
 
-    def _check(self, point: Point, run: Path) -> None:
-        found = differences(read_yaml(run / "config.yaml"), self.runs.config(point))
-        if found:
-            lines = [f"{name}: {show(old)} -> {show(new)}" for name, old, new in found]
-            fix = "Choose another study.name, or delete this directory to have the run made again."
-            raise mismatch(f"study.name={self.study.name}: {run} is another run than the study's", lines, fix)
-
     def _start(self, wanted: Sequence[Point]) -> None:
-        held = {job.point for job in self.engine.running()}
-        for point in wanted:
+        held = self._held()
+        for point in [point for point in wanted if point not in held]:
             if self.engine.room() < 1:
                 return
             run = self.runs.directory(point)
-            if point in held:
-                continue
             if self._share(point, run):  # another study has begun it since the last look
                 self._awaited.add(point)
             elif (lock := DirectoryLock(run)).is_taken():
@@ -276,8 +261,7 @@ class Runner:
                 self._awaited.add(point)
             else:
                 self._awaited.discard(point)
-                job = Job(point, run, (*self.runs.arguments(point), *self.study.options))
-                self.engine.start(job)
+                self.engine.start(Job(point, run, (*self.runs.arguments(point), *self.study.options)))
 
     def _judge(self, ended: Ended) -> None:
         """After the end of a job: takes its result, starts it again, or records a failure."""

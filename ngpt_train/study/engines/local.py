@@ -42,7 +42,9 @@ class LocalEngine:
         return self.jobs - len(self._processes) if self._asked_to_stop is None else 0
 
     def start(self, job: Job) -> None:
-        devices = self._free_devices()
+        # An equal share of the GPUs, or, with fewer GPUs than runs, the least used one.
+        in_use = [device for process in self._processes for device in process.devices]
+        devices = tuple(sorted(self.gpus, key=in_use.count)[: max(1, len(self.gpus) // self.jobs)])
         threads = (began_with(job.run) if self.keeps_threads else None) or self.threads
         chosen = {"OMP_NUM_THREADS": str(threads)}
         if self.gpus:
@@ -73,13 +75,6 @@ class LocalEngine:
             self._asked_to_stop = time.monotonic()
             for process in self._processes:
                 process.popen.send_signal(signal.SIGTERM)
-
-    def _free_devices(self) -> tuple[str, ...]:
-        """The GPUs of a new run: an equal share, or, with fewer GPUs than runs, the least used one."""
-        share = len(self.gpus) // self.jobs
-        in_use = [device for process in self._processes for device in process.devices]
-        by_use = sorted(self.gpus, key=in_use.count)
-        return tuple(by_use[: max(1, share)])
 
 
 def local_engine(config: StudyConfig, gpus: Sequence[str], cores: int, runs: Path) -> LocalEngine:
