@@ -92,14 +92,13 @@ def audit(
     sound: dict[int, Config] = {}  # by step: the configs of undamaged checkpoints
     found = _other_commits(starts, here)
     found += check_records(run, config, max(begun), kept, exact=not why_not)
-    validation_losses: dict[int, float] = {}
     try:
         validation_losses = read_validation_losses(path / "checkpoints")
     except DataError as error:
+        validation_losses = {}
         found.append(Finding(VALIDATION, str(error)))
     for checkpoint in checkpoints:
-        newest = checkpoint == checkpoints[-1]
-        stored, problems = check_checkpoint(checkpoint, run, config, newest, validation_losses)
+        stored, problems = check_checkpoint(checkpoint, run, config, checkpoint == checkpoints[-1], validation_losses)
         if stored is not None:
             sound[step_of(checkpoint)] = taken(stored)
         found += problems
@@ -249,7 +248,8 @@ class Window:
                 if process.poll() is None:
                     process.terminate()
                     process.wait()
-        if code and not (code == DIVERGED and self.run.end is not None and self.run.end["code"] == DIVERGED):
+        diverged_as_recorded = code == DIVERGED == (self.run.end or {}).get("code")
+        if code and not diverged_as_recorded:
             said = last_line(place / "log")
             problem = said.partition(": ")[2] or said or f"exit code {code}"
             says = f"steps {self.start + 1} to {self.end} cannot be trained again: {problem}"
