@@ -38,8 +38,10 @@ def check_state_fits(config: Config, world: World) -> None:
     ranks = 1 if world.device.type == "cuda" else world.local_size
     needed, there = ranks * without_memory(config.model, size), memory_of(world.device)
     if needed > there:
+        names = ("d_model", *depths_of(config.model), "d_mlp", "vocab_size")
+        sizes = ", ".join(f"model.{name}={getattr(config.model, name)}" for name in names)
         raise ConfigError(
-            f"{_sizes(config.model)}: weights, gradients and the optimizer's state take {needed / GIB:,.1f} GiB "
+            f"{sizes}: weights, gradients and the optimizer's state take {needed / GIB:,.1f} GiB "
             f"{_where(world.device, ranks)}, which has {there / GIB:,.1f} GiB. Choose a smaller model, or more ranks "
             "with parallel=fsdp; `plan` shows the memory of a rank."
         )
@@ -75,11 +77,6 @@ def without_memory(model: ModelConfig, size: Callable[[Decoder], int]) -> float:
 
     known = replace(model, vocab_size=2 if model.vocab_size == AUTO else model.vocab_size)
     return of_all_blocks(known, count)[0][0]
-
-
-def _sizes(model: ModelConfig) -> str:
-    sizes = {"d_model": model.d_model, **depths_of(model), "d_mlp": model.d_mlp, "vocab_size": model.vocab_size}
-    return ", ".join(f"model.{name}={value}" for name, value in sizes.items())
 
 
 def _where(device: torch.device, ranks: int) -> str:
