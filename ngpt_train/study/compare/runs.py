@@ -103,10 +103,8 @@ def _array(content: bytes, kind: str) -> np.ndarray:
 
 def contradictions(record: Mapping[str, Any], rows: Rows | None) -> Iterator[tuple[str, Any, Any]]:
     """(metric, recorded value, computed value) for each contradiction of an eval record with its rows, or without rows
-    with its other metrics.
-
-    Equal means to the bit: numpy adds in the same order everywhere. Only exp may differ in its last digit.
-    """
+    with its other metrics. Equal means to the bit: numpy adds in the same order everywhere. Only exp may differ in its
+    last digit."""
     expected: dict[str, Any] = {}
     loss, n_targets, bits = record.get("loss"), record.get("n_targets"), record.get("bits_per_byte")
     total = None if loss is None or n_targets is None else loss * n_targets
@@ -136,8 +134,7 @@ def n_bytes(total: float, bits: float) -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory. core/recorded.py has checked the kind of each field of records, starts and end; unknown values
-    are None."""
+    """A run directory. core/recorded.py has checked the fields of records, starts and end; unknown ones are None."""
 
     path: Path
     config: Mapping[str, Any]  # by dotted key; a config.yaml of an older version lacks keys
@@ -191,23 +188,22 @@ class Run:
         tokens = self.config.get("train.batch_tokens")
         return tokens if isinstance(tokens, int) else None
 
+    def _last_known(self, *names: str) -> Any:
+        """These fields of the last record that has them all, above 0; None without one."""
+        known = ([record.get(name) for name in names] for record in reversed([*self.train, *self.evals]))
+        return next((values for values in known if all(values)), None)
+
     @property
     def flops_per_token(self) -> float | None:
         """From the last record: FLOPs so far over the tokens of its steps."""
-        for record in reversed([*self.train, *self.evals]):
-            flops, step = record.get("flops"), record.get("step")
-            if flops is not None and self.tokens_per_step and step:
-                return float(round(flops / (step * self.tokens_per_step)))
-        return None
+        found = self._last_known("flops", "step")
+        return float(round(found[0] / (found[1] * self.tokens_per_step))) if found and self.tokens_per_step else None
 
     @property
     def seconds_per_token(self) -> float | None:
         """Seconds in steps, by the run's own clock."""
-        for record in reversed([*self.train, *self.evals]):
-            seconds, tokens = record.get("train_seconds"), record.get("tokens")
-            if seconds and tokens:
-                return float(seconds / tokens)
-        return None
+        found = self._last_known("train_seconds", "tokens")
+        return float(found[0] / found[1]) if found else None
 
     @property
     def clipped_share(self) -> float | None:
@@ -227,11 +223,8 @@ class Run:
 
     def _counted(self) -> float | None:
         """The targets of the whole schedule, by the count of the last record."""
-        for record in reversed([*self.train, *self.evals]):
-            tokens, step = record.get("tokens"), record.get("step")
-            if tokens and step:
-                return float(tokens) * self.steps / step
-        return None
+        found = self._last_known("tokens", "step")
+        return float(found[0]) * self.steps / found[1] if found else None
 
     @property
     def rows_hash(self) -> str | None:
@@ -270,8 +263,7 @@ class Run:
 
     @cached_property
     def wrong_answers(self) -> Rows | None:
-        """The rows of the last validation with 1 for a wrong answer in the place of the loss; None without answers.
-        Raises DataError if the file is damaged."""
+        """Like `rows`, with 1 for a wrong answer in the place of the loss; None without answers."""
         if self.rows is None or not (path := self.path / rows_file(self.evals[-1]["step"], ending=ANSWERS)).exists():
             return None
         wrong = [x["label"] != x["answer"] for _, x in json_lines(path) if x and {"label", "answer"} <= x.keys()]
@@ -295,16 +287,8 @@ def read_run(path: Path) -> Run:
     metrics = path / "metrics.jsonl"
     records, damaged = read_records(metrics, ("train", "eval")) if metrics.exists() else ({"train": [], "eval": []}, 0)
     starts, rollbacks = starts_of(path)
-    return Run(
-        path=path,
-        config=_config(path / "config.yaml"),
-        starts=starts,
-        rollbacks=rollbacks,
-        train=records["train"],
-        evals=records["eval"],
-        end=read_end(path),
-        damaged=damaged,
-    )
+    config = _config(path / "config.yaml")
+    return Run(path, config, starts, rollbacks, records["train"], records["eval"], read_end(path), damaged)
 
 
 def _config(path: Path) -> Record:
