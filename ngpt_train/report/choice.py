@@ -25,8 +25,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Choice:
-    """config: the given config with the choice filled in. overrides: the choice as arguments. predicted, limit: bytes
-    of a rank."""
+    """config: the given one with the choice. overrides: the choice as arguments. predicted, limit: bytes of a rank."""
 
     config: Config
     overrides: list[str]
@@ -78,8 +77,7 @@ def choose(config: Config, overrides: Sequence[str] = ()) -> Choice:
 
 
 def planned_layout(config: Config) -> Layout:
-    """The layout of a rank of plan.world_size, on GPUs unless train.device=cpu. Raises ConfigError if the config does
-    not fit so many ranks."""
+    """The layout of a rank of plan.world_size, on GPUs unless train.device=cpu. Raises ConfigError if none fits."""
     world_size, device = config.plan.world_size, "cpu" if config.train.device == "cpu" else "cuda"
     micro_rows = resolve_micro_rows(config, world_size)
     ranks_per_host = min(world_size, config.plan.ranks_per_host)

@@ -23,10 +23,8 @@ from ngpt_train.models.rank_rows import local_rows
 
 
 class MemoryCounter(TorchDispatchMode):
-    """Bytes of all tensors made inside and still held: `now`, and their peak so far, `peak`.
-
-    It does not see the memory inside an operator while it runs, such as scratch space.
-    """
+    """Bytes of all tensors made inside and still held: `now`, and their peak so far, `peak`; without memory inside an
+    operator while it runs, such as scratch space."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,8 +229,7 @@ def fake() -> Iterator[None]:
 
 
 def prepared(shape: ModelConfig, dtype: torch.dtype, rows: int) -> tuple[Decoder, list[Tensor], dict[str, Tensor]]:
-    """The model, and tokens, targets and seeds for it. The matrices of its blocks are in `dtype`, so that casts do not
-    count as activations."""
+    """The model, and tokens, targets and seeds for it. Its blocks' matrices are in `dtype`, so no casts are counted."""
     model = build_model(shape)
     model.compute_dtype = None if dtype == torch.float32 else dtype
     for block in model.blocks():

@@ -1,8 +1,5 @@
-"""Refuses a model that this machine cannot hold, before memory is taken for it.
-
-It counts the least that a step needs: weights, gradients and moments, or the weights alone. `plan` estimates the
-rest.
-"""
+"""Refuses a model that this machine cannot hold, before memory is taken for it: by weights, gradients and moments, or
+weights alone, the least that a step needs. `plan` estimates the rest."""
 
 import os
 from collections.abc import Callable

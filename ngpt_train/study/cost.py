@@ -89,8 +89,7 @@ def rehearsal(study: Study, runs: Runs, far: bool = False) -> dict[Point, Result
 
 
 def cost_of_phases(study: Study, runs: Runs, near: Mapping[Point, Result]) -> str:
-    """The phases of each arm at the first budget with further keys, if no key gains; empty without such keys. near: a
-    rehearsal."""
+    """The phases of each arm at the first budget, if no key gains; empty without further keys. near: a rehearsal."""
     budget = study.search_order[0]
     found = phases(study, runs.start, runs.grids, near)
     lines = [
@@ -106,10 +105,8 @@ def cost_of_phases(study: Study, runs: Runs, near: Mapping[Point, Result]) -> st
 
 
 def measure(configs: Mapping[str, Config], threads: int, here: bool = True) -> dict[str, ArmSize]:
-    """The sizes of the arms, timed one after the other in a separate process.
-
-    configs: by arm. threads: of a run. here: False if the runs go to other machines; then nothing is timed.
-    """
+    """The sizes of the arms, timed one after the other in a separate process. configs: by arm. threads: of a run. here:
+    False if the runs go to other machines; then nothing is timed."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     worker = context.Process(target=_measure, args=(dict(configs), threads, here, sender), daemon=True)

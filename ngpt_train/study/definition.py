@@ -1,8 +1,5 @@
 """The definition of a study: arms, budgets, seeds and tuned keys, from the section `study` of the configuration, and
-its file, study.yaml.
-
-No heavy import stands here, so mistakes are reported at once.
-"""
+its file, study.yaml. No heavy import stands here, so mistakes are reported at once."""
 
 import json
 import re
@@ -107,10 +104,8 @@ def merged(*lists: Iterable[str]) -> tuple[str, ...]:
 def read_study(
     config: StudyConfig, arguments: Sequence[str], options: Sequence[str] = (), verb: str = "study"
 ) -> Study:
-    """The study of the section `config`, started by `verb` with these `arguments` and `options`. Raises ConfigError.
-
-    `points.Runs` checks the values of the keys later, when it composes the arms' configurations.
-    """
+    """The study of the section `config`, started by `verb` with these `arguments` and `options`. Raises ConfigError,
+    but not for values of keys: `points.Runs` checks them when it composes the arms' configurations."""
     groups = Files(config_dir_of(options)).options
     chosen = next((a.partition("=")[2].strip() for a in arguments if name_of(a) == "study"), "null")
     name = config.name or chosen.replace("/", "-")

@@ -67,8 +67,7 @@ class Optima:
 
 
 def read_optima(paths: Sequence[Path], confidence: float | None = None) -> Optima:
-    """The optima of studies, runs, and directories of runs. Raises DataError if a directory has no run, or no run has
-    ended."""
+    """The optima of studies, runs, and directories of runs. Raises DataError if one has no run, or none has ended."""
     runs: list[Run] = []
     tuned, metrics, confidences = {LR}, set[str](), list[float]()
     for path in paths:

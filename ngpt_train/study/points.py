@@ -1,5 +1,4 @@
-"""The points of a study. Each is a run: its arguments and configuration, its result, which is read from its directory,
-and whether it equals a run of another study."""
+"""The points of a study, each a run: its arguments and config, its result, and equal runs of other studies."""
 
 import hashlib
 from collections.abc import Sequence
@@ -61,11 +60,8 @@ class Point:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a point.
-
-    state: DONE; FAILED for `reason`, without a loss; UNFINISHED, if it has begun; WAITING. loss: of the validation at
-    the end, in the study's metric.
-    """
+    """state: DONE; FAILED for `reason`, without a loss; UNFINISHED, if it has begun; WAITING. loss: of the validation
+    at the end, in the study's metric."""
 
     point: Point
     state: str
@@ -175,8 +171,7 @@ class Runs:
         return value
 
     def _grid(self, arm: str, budget: int, key: str) -> Grid:
-        """A key's values. By a factor: as far on both sides as the configuration allows, in six digits, like names of
-        runs."""
+        """A key's values. By a factor: as far on both sides as the config allows, in six digits, like names of runs."""
         said, most = self.study.keys_of(arm)[key], self.study.max_points
         if isinstance(said, tuple):
             ratio = budget / self.study.search_order[0]
@@ -229,8 +224,7 @@ class Runs:
         return load_config(arguments, config_dir_of(self.study.options), world_size=1)
 
     def result(self, point: Point, run: Path | None = None) -> Result:
-        """The result of a point, from its run directory or the record of its crashes. run: the directory of an equal
-        run. Raises DataError for a damaged file."""
+        """The result of a point, from its directory, or `run`, of an equal run. Raises DataError for a damaged file."""
         run, steps = run or self.directory(point), self.steps_of(point)
         has_begun = (run / "config.yaml").is_file()
         end = read_end(run) if has_begun else None
@@ -246,8 +240,7 @@ class Runs:
         return Result(point, UNFINISHED if has_begun else WAITING, None, "", run)
 
     def equal_run(self, point: Point) -> Path | None:
-        """A run of another study below study.root, or of another arm, which is equal to the point's; an ended one if
-        possible. None without such a run."""
+        """An equal run of another study below study.root, or of another arm, if possible an ended one."""
         found, config = [], self.config(point)
         for path in sorted(self.study.root.glob(f"*/runs/*-seed{point.seed}/config.yaml")):
             run = path.parent
@@ -306,10 +299,8 @@ def _end_loss(run: Path, steps: int, metric: str) -> float | None:
 
 
 def differences(stored: Config, new: Config) -> list[tuple[str, Any, Any]]:
-    """The keys that make runs with these two resolved configs different: names, stored and new values.
-
-    Left out are name and place, and keys without an effect on the run and its validation: layout, checkpoints, logging.
-    """
+    """The keys that make runs with these two resolved configs different: names, stored and new values. Left out are
+    name, place, and keys without an effect on the run and its validation: layout, checkpoints, logging."""
     old_values, new_values = (dict(flatten(redact(to_dict(config)), TABLES)) for config in (stored, new))
     found = {name: (old, value) for name, old, value in what_differs(stored, new)}
     found |= {name: (old_values[name], new_values[name]) for name in _COUNT_TOO if old_values[name] != new_values[name]}
@@ -317,8 +308,7 @@ def differences(stored: Config, new: Config) -> list[tuple[str, Any, Any]]:
 
 
 def _is_clearly_another(stored: Config, new: Config) -> bool:
-    """True if the runs differ in the usual keys. `differences` gives the same answer, but takes milliseconds for each
-    pair of a waiting point and a run of any study."""
+    """True if the runs differ in the usual keys. `differences` says the same, in milliseconds for each pair of runs."""
     if (stored.train.steps, stored.optim.lr) != (new.train.steps, new.optim.lr):
         return True
     model = replace(new.model, vocab_size=stored.model.vocab_size, init_table=stored.model.init_table)

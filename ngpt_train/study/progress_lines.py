@@ -20,11 +20,8 @@ LINE_SECONDS = 60.0  # between two lines of counts
 
 
 class TimeLeft:
-    """Estimates the time left from the seconds of ended runs and the number of runs side by side.
-
-    Both are means over this start, so no single run and no idle moment moves the estimate far. Before the first run
-    ends, the table of costs stands in.
-    """
+    """Estimates the time left from the seconds of ended runs and the number of runs side by side: means over this
+    start, which no single run and no idle moment moves far. Before the first run ends, the table of costs stands in."""
 
     def __init__(self, expected: Sequence[Cost], jobs: int) -> None:
         self._expected, self._jobs = expected, jobs
@@ -52,8 +49,7 @@ class TimeLeft:
     def seconds(
         self, results: Mapping[Point, Result], running: Sequence[Point], waiting: Sequence[Point], now: float
     ) -> float | None:
-        """None if unknown. Expects as many runs of an arm and budget as the table of costs, or more if more are
-        wanted."""
+        """None if unknown. Expects the runs of an arm and budget in the table of costs, or more if more are wanted."""
         known = all((point.arm, point.budget) in self._work for point in [*running, *waiting])
         if not known or not (self._done or self._by_table):
             return None
@@ -130,8 +126,7 @@ class ProgressLines:
 def summary(
     results: Mapping[Point, Result], running: Sequence[Point], waiting: Sequence[Point], n_expected: int
 ) -> str:
-    """`14 of some 40 runs done, 1 failed, 2 running, 3 waiting`. Waiting runs could start now. Their losses decide
-    which runs come later."""
+    """`14 of some 40 runs done, 1 failed, 2 running, 3 waiting`. Losses of the waiting decide which runs come later."""
     n_failed = sum(result.state == FAILED for result in results.values())
     n_expected = max(n_expected, len(results) + len(running) + len(waiting))
     words = [f"{len(results) - n_failed} of some {n_expected} runs done"]

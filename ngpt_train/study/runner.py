@@ -145,11 +145,8 @@ class Runner:
     _known: int = -1
 
     def complete(self) -> bool:
-        """Makes all wanted runs; False if it was stopped before the end.
-
-        Raises ConfigError if a run was refused or has another configuration, and DataError if a new run cannot read its
-        data. The other runs save first.
-        """
+        """Makes all wanted runs; False if it was stopped before the end. Raises ConfigError if a run was refused or has
+        another configuration, and DataError if a new run cannot read its data. The other runs save first."""
         for record in sorted((self.study.path / FAILURES).glob("*.json")):
             record.unlink()  # crashed runs are tried again
         for point in self._made():  # also points that a grown study does not ask for any more
@@ -197,8 +194,7 @@ class Runner:
                 time.sleep(LOOK_SECONDS)
 
     def _wanted(self) -> list[Point]:
-        """The wanted points without a result, running or not. Short runs come first, so arms can be compared early.
-        Each new result may change the wanted points."""
+        """The wanted points without a result, running or not; short runs first, so arms can be compared early."""
         self._look([point for point in self._points if point in self._awaited])
         while self._known != len(self.results):
             self._known = len(self.results)

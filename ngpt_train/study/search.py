@@ -17,8 +17,7 @@ OUT_OF_MEMORY, CRASHED = "out of memory", "attempts)"
 
 
 def next_points(study: Study, starts: Starts, grids: Grids, results: Mapping[Point, Result]) -> list[Point]:
-    """The points that can run now, also unfinished ones. None are left in a complete study. results: only final ones
-    count."""
+    """The points that can run now, also unfinished ones; none in a complete study. results: only final ones count."""
     return [point for arm in study.arms for point in _Arm(study, arm, starts, grids, results).wanted]
 
 
@@ -86,8 +85,7 @@ class _Arm:
         return next_rates(self._study, lattice, trials, sigma)
 
     def _beginning(self, budget: int, earlier: Mapping[int, Trials]) -> list[At]:
-        """The first points of a budget. The further keys have the best values of the last budget before, or their
-        starts."""
+        """The first points of a budget. Further keys have the best values of the budget before, or their starts."""
         lattice, bests = self._lattice(budget), {b: x for b, trials in earlier.items() if (x := best_values(trials))}
         lr = lattice.nearest(_expected_lr(budget, earlier) or lattice.start)
         if bests:

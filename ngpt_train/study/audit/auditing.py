@@ -1,5 +1,4 @@
-"""The audit of a run: checks of its files against each other, then random windows of it trained again, each in a
-directory of its own, and compared with the records."""
+"""Audits a run: checks its files against each other, and compares random windows, trained again, with its records."""
 
 from __future__ import annotations
 

@@ -34,11 +34,8 @@ SAME = 1e-12  # relative tolerance of equal sums in fp64, added in another order
 
 
 def check_records(run: Run, config: Config, begun: int, checkpoints: Sequence[int], exact: bool) -> list[Finding]:
-    """Contradictions in metrics.jsonl and evals/.
-
-    config: of the last start, which began at step `begun`. checkpoints: the steps of the kept checkpoints. exact: False
-    on another kind of machine, whose last digits may differ.
-    """
+    """Contradictions in metrics.jsonl and evals/. config: of the last start, which began at step `begun`. checkpoints:
+    the steps of the kept ones. exact: False on another kind of machine, whose last digits may differ."""
     found = chain(
         _order(run.path / METRICS),
         _end(run, config, checkpoints),
@@ -52,8 +49,7 @@ def check_records(run: Run, config: Config, begun: int, checkpoints: Sequence[in
 
 
 def _order(path: Path) -> Iterator[Finding]:
-    """Records stand in the order of their steps, each once and as the program writes it. Only the last line may be
-    damaged."""
+    """Records stand in the order of their steps, each once, as the program writes it. The last line may be damaged."""
     before, broken = (-1, 0), 0
     for number, (line, record) in enumerate(json_lines(path), start=1):
         if broken:
@@ -124,17 +120,14 @@ def _sums(run: Run, config: Config) -> Iterator[Finding]:
 
 
 def _repeated_targets(config: Config) -> int:
-    """Targets of an epoch that are not counted: the last row of prepared text repeats some of the row before, for each
-    source."""
+    """Targets of an epoch that do not count: the last row of prepared text repeats some of the row before it."""
     sources = [source.data for source in mixture_of(config.data)] if config.data.kind == "mixture" else [config.data]
     return sum(not source.streamed for source in sources) * (config.model.context - 1)
 
 
 def _schedule(run: Run, config: Config, begun: int, tolerance: float) -> Iterator[Finding]:
-    """The learning rate is a function of config and step.
-
-    Before the last start train.steps may have been smaller. If no rate there is the config's, none is judged.
-    """
+    """The learning rate is a function of config and step. Before the last start train.steps may have been smaller: if
+    no rate there is the config's, none is judged."""
     for part in ([x for x in run.train if x["step"] <= begun], [x for x in run.train if x["step"] > begun]):
         rates = [lr_at(x["step"] - 1, config.schedule, float(config.optim.lr), config.train.steps) for x in part]
         wrong = [(x, lr) for x, lr in zip(part, rates, strict=True) if not _close(x.get("lr"), lr, tolerance)]

@@ -74,8 +74,7 @@ def _split(group: Sequence[Run], keys: Sequence[str]) -> list[list[Run]]:
 
 
 def _apart(group: list[Run], tuned: Collection[str]) -> list[list[Run]]:
-    """Splits a group until no two runs have the same budget, seed and tuned values: by secondary keys, else by
-    directory (two studies), else by name."""
+    """Splits runs of equal budget, seed and tuned values: by secondary keys, by directory (two studies), or by name."""
     point = lambda run: json.dumps([run.budget, values_of(run, tuned), run.seed], default=str)  # noqa: E731
     if max(Counter(map(point, group)).values()) < 2:
         return [group]

@@ -160,10 +160,7 @@ def _slope(curve: EndLosses | Between, tokens: np.ndarray) -> np.ndarray:
 
 
 def within_schedule(logs: Mapping[int, Sequence[float]], confidence: float) -> dict[int, Ratio]:
-    """The ratio within one schedule by budget.
-
-    logs[budget]: `log_ratio` of each seed.
-    """
+    """The ratio within one schedule by budget. logs[budget]: `log_ratio` of each seed."""
     values = {budget: np.array(of_budget) for budget, of_budget in logs.items()}
     squares = np.array([np.sum((x - x.mean()) ** 2) for x in values.values()])
     variances, df = by_budget(squares, np.array([len(x) - 1.0 for x in values.values()]))

@@ -22,9 +22,7 @@ def interactions(
     asked: Mapping[str, Sequence[str]], arms: Mapping[str, Arm], metric: str, confidence: float
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """`interactions` of report.json, an entry for each budget at which all four arms have a common seed; and notes.
-
-    asked: the names of a, b, c, d by the interaction's name. arms: by name; a missing one has no run.
-    """
+    asked: the names of a, b, c, d by the interaction's name. arms: by name; a missing one has no run."""
     entries, notes = [], []
     for name, names in asked.items():
         if missing := [arm for arm in names if arm not in arms]:

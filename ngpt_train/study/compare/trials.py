@@ -1,8 +1,6 @@
-"""The runs of an arm as trials: budget, tuned values, seed, and the end loss or the reason of a failure.
-
-Its prices: by how much its loss at the compared values may lie above that at the best ones, between the rates tried and
-where a seed diverges.
-"""
+"""The runs of an arm as trials: budget, tuned values, seed, and the end loss or the reason of a failure. Its prices: by
+how much its loss at the compared values may lie above that at the best ones, between the rates tried and where a seed
+diverges."""
 
 import math
 import statistics
@@ -165,8 +163,7 @@ def price_of_grid(
 
 
 def divergence(trials: Trials, best: Values, confidence: float) -> Divergence | None:
-    """The one with the lowest losses; None if there is none. trials: as in a study's tuning, infinite after a
-    divergence."""
+    """The one with the lowest losses; None without one. trials: as in a study's tuning, infinite after a divergence."""
     found = []
     for values, losses in trials.items():
         seeds = tuple(seed for seed, loss in losses.items() if loss == math.inf)

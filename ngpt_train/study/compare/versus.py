@@ -21,10 +21,8 @@ ONE_SEED = "one seed: the interval is without the noise between seeds"
 def versus(
     arm: Arm, baseline: Arm, runs: Mapping[str, Sequence[Run]], metric: str, confidence: float, step_times: Times
 ) -> dict[str, Any]:
-    """The arm's `verdict`, `differences`, `speedups` and `trends` (one at most) in report.json, and `notes`.
-
-    runs: of each arm, by its name, those whose cost counts.
-    """
+    """The arm's `verdict`, `differences`, `speedups` and `trends` (one at most) in report.json, and `notes`. runs: of
+    each arm, by its name, those whose cost counts."""
     pair, notes = pair_of(arm, baseline, metric)
     for x in (arm, baseline):
         notes += [_why_no_loss(x, budget) for budget in sorted({t.budget for t in x.trials} - set(x.best))]

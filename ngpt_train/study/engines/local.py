@@ -78,10 +78,8 @@ class LocalEngine:
 
 
 def local_engine(config: StudyConfig, gpus: Sequence[str], cores: int, runs: Path) -> LocalEngine:
-    """The engine of `study.jobs` and `study.threads` on a machine with these GPUs and cores.
-
-    runs: the directory of the study's runs. They keep their number of threads, which changes the last digits of losses.
-    """
+    """The engine of `study.jobs` and `study.threads` on a machine with these GPUs and cores. runs: the directory of the
+    study's runs, which keep their number of threads, because it changes the last digits of losses."""
     jobs = (len(gpus) or min(cores, MOST_JOBS)) if config.jobs == AUTO else int(config.jobs)
     if config.threads != AUTO:
         return LocalEngine(jobs, int(config.threads), tuple(gpus))
@@ -89,8 +87,7 @@ def local_engine(config: StudyConfig, gpus: Sequence[str], cores: int, runs: Pat
 
 
 def threads_of(runs: Path) -> int | None:
-    """The first number of threads of a run in the directory; of a run shared with another study if there is no other.
-    None if no run has begun."""
+    """The first number of threads of a run in the directory, of a shared one last; None if no run has begun."""
     paths = sorted(runs.glob("*/run.json"), key=lambda path: (path.parent.is_symlink(), path))
     return next((threads for path in paths if (threads := began_with(path.parent)) is not None), None)
 

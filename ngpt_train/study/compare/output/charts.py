@@ -344,8 +344,7 @@ PICTURES: dict[str, tuple[Callable[[Report], Chart], Picture]] = {
 
 
 def write_figures(report: Report, folder: Path) -> dict[str, str]:
-    """Writes NAME.png and NAME.svg for each of PICTURES with data into `folder`, and removes the other pictures.
-    Returns captions by name."""
+    """Writes PICTURES with data as PNG and SVG into `folder`, and removes the others. Returns captions by name."""
     folder.mkdir(parents=True, exist_ok=True)
     captions = {}
     for name, (make, picture) in PICTURES.items():
