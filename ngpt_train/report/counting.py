@@ -271,11 +271,9 @@ class ProductCounter(TorchDispatchMode):
         """`forward` of a block, counted."""
 
         def run(h: Any, *arguments: Any) -> Any:
-            given = [leaf for leaf in tree_leaves((h, *arguments)) if isinstance(leaf, Tensor)]
+            given = [x for x in tree_leaves((h, *arguments)) if isinstance(x, Tensor) and x.is_floating_point()]
             # The hidden state, and the encoder's result, which all blocks of the decoder read.
-            self.hidden += sum(
-                self._new(leaf) for leaf in given if leaf.is_floating_point() and len(leaf) == self._rows
-            )
+            self.hidden += sum(self._new(leaf) for leaf in given if len(leaf) == self._rows)
             with self:
                 out = forward(h, *arguments)
             self.results -= self._last[1]

@@ -52,10 +52,8 @@ def launch_line(config: Config, overrides: Sequence[str], options: Sequence[str]
 
 
 def _is_text_chosen(config: Config, arguments: Sequence[str]) -> bool:
-    names = [one.partition("=")[0].strip() for one in arguments]
-    return config.data.kind != "embedded" or any(
-        name in ("data", "experiment") or name.startswith("data.") for name in names
-    )
+    names = [one.partition("=")[0].strip().partition(".")[0] for one in arguments]
+    return config.data.kind != "embedded" or "data" in names or "experiment" in names
 
 
 def make_plan(config: Config, overrides: Sequence[str] = (), options: Sequence[str] = ()) -> dict[str, Any]:
@@ -199,10 +197,8 @@ def describe_plan(plan: dict[str, Any]) -> str:
         f"{'compiled' if plan['compiled'] else 'eager'} (bytes by the formula)",
     ]
     lines += [_memory_row(item) for item in plan["memory_per_rank"]["items"]]
-    total = plan["memory_per_rank"]["total"] / 2**30
-    lines.append(
-        _row("in all", f"{total:,.3f} GiB", "estimate; driver, NCCL and allocator take 1 to 3 GiB more on GPUs")
-    )
+    total, note = plan["memory_per_rank"]["total"] / 2**30, "driver, NCCL and allocator take 1 to 3 GiB more on GPUs"
+    lines.append(_row("in all", f"{total:,.3f} GiB", f"estimate; {note}"))
     lines += [_memory_row(item) + ", in the host's memory" for item in plan["memory_per_rank"]["in_host_memory"]]
     if "choice" in plan:
         lines += ["", *_choice(plan["choice"])]

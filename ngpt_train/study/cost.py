@@ -52,9 +52,8 @@ class Cost:
 
 def costs(study: Study, runs: Runs, sizes: Mapping[str, ArmSize], near: Mapping[Point, Result]) -> list[Cost]:
     """The lines of the table. Rehearsals with made-up losses count the runs: `near`, and one far from the optimum."""
-    expected, most = (
-        Counter((point.arm, point.budget) for point in made) for made in (near, rehearsal(study, runs, far=True))
-    )
+    rehearsals = (near, rehearsal(study, runs, far=True))
+    expected, most = (Counter((point.arm, point.budget) for point in made) for made in rehearsals)
     lines = []
     for arm, size in sizes.items():
         for budget in study.budgets:
@@ -75,11 +74,9 @@ def rehearsal(study: Study, runs: Runs, far: bool = False) -> dict[Point, Result
     results: dict[Point, Result] = {}
     while wanted := next_points(study, runs.start, runs.grids, results):
         for point in wanted:
-            first, grids = study.search_order[0], runs.grids(point.arm, study.search_order[0])
-            start: dict[str, Any] = dict(runs.first_point(point.arm, first).values) | {
-                LR: runs.start(point.arm, point.budget)
-            }
-            values: dict[str, Any] = dict(point.values)
+            first = study.search_order[0]
+            grids, start = runs.grids(point.arm, first), dict[str, Any](runs.first_point(point.arm, first).values)
+            start[LR], values = runs.start(point.arm, point.budget), dict[str, Any](point.values)
             octaves = [log2(values[k] / start[k]) for k in (LR, *grids) if k == LR or grids[k].outward]
             listed = [(values[k], grid.values) for k, grid in grids.items() if not grid.outward]
             octaves += [of.index(value) for value, of in listed if value in of]  # a carried warm-up is no longer in it
@@ -92,11 +89,8 @@ def cost_of_phases(study: Study, runs: Runs, near: Mapping[Point, Result]) -> st
     """The phases of each arm at the first budget, if no key gains; empty without further keys. near: a rehearsal."""
     budget = study.search_order[0]
     found = phases(study, runs.start, runs.grids, near)
-    lines = [
-        f"  {arm}: {', '.join(f'{phase.key} {phase.runs}' for phase in found[arm, budget])}"
-        for arm in study.arms
-        if (arm, budget) in found
-    ]
+    at_first = {arm: of for (arm, at), of in found.items() if at == budget}
+    lines = [f"  {arm}: {', '.join(f'{phase.key} {phase.runs}' for phase in of)}" for arm, of in at_first.items()]
     where = "" if study.descent_budget else ", and likewise at the others"
     first = f"Runs of each phase at {format_count(budget)} tokens{where}, if no key gains. A key that gains takes "
     first += "more of its values and seeds, and another cycle through rate and keys"

@@ -37,10 +37,9 @@ def tunings(
         best = best_values(of_budget, complete)
         for key in sorted({key for values in of_budget for key, _ in values}):
             line = line_of(of_budget, key, best)
-            own, _ = noise_between_seeds([of_budget])  # as in the descent
-            found[budget, key] = analyse(
-                line, own if key in listed else sigma, key in listed, confidence, degrees, all_keys().get(key)
-            )
+            is_listed, limits = key in listed, all_keys().get(key)
+            noise = noise_between_seeds([of_budget])[0] if is_listed else sigma  # as in the descent
+            found[budget, key] = analyse(line, noise, is_listed, confidence, degrees, limits)
     return found
 
 

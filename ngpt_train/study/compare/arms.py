@@ -33,9 +33,8 @@ def named_arms(runs: Sequence[Run], patterns: Sequence[str]) -> tuple[Arms, list
     for item in patterns:
         name, colon, pattern = item.partition(":")
         if not colon or not name or not pattern:
-            raise mistake(
-                f"compare.arms: {item} is not NAME:PATTERN", "For example compare.arms=[gpt:gpt-*,ngpt:ngpt-*]"
-            )
+            fix = "For example compare.arms=[gpt:gpt-*,ngpt:ngpt-*]"
+            raise mistake(f"compare.arms: {item} is not NAME:PATTERN", fix)
         found = [run for run in runs if any(fnmatchcase(known, pattern) for known in _known_as(run))]
         if not found:
             names = ", ".join(sorted(run.path.name for run in runs)[:8])

@@ -190,9 +190,7 @@ def log_ratio(arm: Records, baseline: Records, metric: str) -> float | None:
 
 def curve(records: Records, metric: str) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and the lowest loss so far, `(n,)` each, of the validations after step 0."""
-    known: dict[float, float] = {
-        x["tokens"]: value for x in records if x.get("tokens") and (value := compared(x, metric)) is not None
-    }
+    known = {x["tokens"]: value for x in records if x.get("tokens") and (value := compared(x, metric)) is not None}
     tokens = np.array(sorted(known), dtype=float)
     return tokens, np.minimum.accumulate(np.array([known[t] for t in tokens], dtype=float))
 

@@ -42,14 +42,9 @@ def gather(paths: Sequence[Path]) -> Gathered:
     """Raises DataError for a directory without a run, and for an unreadable run."""
     if len(paths) == 1 and (paths[0] / FILE).is_file():
         return of_study(read_stored(paths[0]))
-    found = Gathered()
-    found.notes = [
-        f"{path} is left out: it has records, but no config.yaml"
-        for given in paths
-        for place in (given / "runs", given)
-        for path in sorted(place.glob("*"))
-        if (path / "metrics.jsonl").exists() and not (path / "config.yaml").exists()
-    ]
+    inside = [path for given in paths for place in (given / "runs", given) for path in sorted(place.glob("*"))]
+    lost = [x for x in inside if (x / "metrics.jsonl").exists() and not (x / "config.yaml").exists()]
+    found = Gathered(notes=[f"{path} is left out: it has records, but no config.yaml" for path in lost])
     seen = set()
     for path in [run for given in paths for run in _directories(given)]:
         if path.resolve() not in seen:
@@ -81,19 +76,15 @@ def of_study(study: Study) -> Gathered:
     def arm_of(run: str) -> str | None:
         return next((name for name in names if run.startswith(f"{name}-")), None)
 
-    arms: dict[str, list[Run]] = {name: [] for name in study.arms}
     found = Gathered(overrides=study.arms, baseline=study.baseline, tuned=study.tuned_keys, title=study.name)
     found.metric, found.confidence, found.interactions = study.metric, study.confidence, study.interactions
     found.under_test = sorted({name_of(argument) for row in study.arms.values() for argument in row})
     found.commands, found.descent = [study.command], read_phases(study.path)
-    for path in sorted(study.runs.glob("*")):
-        if (arm := arm_of(path.name)) is not None and (path / "config.yaml").is_file():
-            run = read_run(path)
-            arms[arm].append(run)
-            found.runs.append(run)
+    paths = [path for path in sorted(study.runs.glob("*")) if arm_of(path.name) and (path / "config.yaml").is_file()]
+    found.runs = list(map(read_run, paths))
     if not found.runs:
         raise DataError(f"{study.runs} holds no run of the study yet")
-    found.arms = arms
+    found.arms = {name: [run for run in found.runs if arm_of(run.path.name) == name] for name in study.arms}
     check_evals(found.runs)
     for record in sorted((study.path / FAILURES).glob("*.json")):
         if (arm := arm_of(record.stem)) is not None:
@@ -117,9 +108,8 @@ def check_evals(runs: Iterable[Run]) -> None:
                     why = f"the eval record of step {record['step']} says bits_per_byte {bits}, which is of another "
                     why += f"text than the record of step {step} of {other.path}, although their rows are the same"
             if why:
-                raise DataError(
-                    f"{run.path / 'metrics.jsonl'}: {why}. Restore the file that is wrong, or leave it out."
-                )
+                where = run.path / "metrics.jsonl"
+                raise DataError(f"{where}: {why}. Restore the file that is wrong, or leave it out.")
 
 
 def check_comparable(runs: Iterable[Run]) -> str:
@@ -132,9 +122,8 @@ def check_comparable(runs: Iterable[Run]) -> str:
     first, *others = validated
     for run in others:
         if why := _why_not(first, run):
-            raise DataError(
-                f"{run.path} cannot be compared with {first.path}: {why}. Compare runs of one text and objective."
-            )
+            problem = f"{run.path} cannot be compared with {first.path}: {why}"
+            raise DataError(f"{problem}. Compare runs of one text and objective.")
     if not any(_other_tokenizer(first, run) for run in others):
         return "loss"
     for run in validated:
@@ -177,9 +166,8 @@ def _other_tokenizer(one: Run, other: Run) -> bool:
     fact = "tokenizer_fingerprint"
     if None not in (one.facts.get(fact), other.facts.get(fact)) or one.rows_hash == other.rows_hash is not None:
         return _differ(one, other, fact)
-    return any(
-        value_of(one.config, key) != value_of(other.config, key) for key in ("tokenizer.kind", "tokenizer.vocab_size")
-    )
+    keys = ("tokenizer.kind", "tokenizer.vocab_size")
+    return any(value_of(one.config, key) != value_of(other.config, key) for key in keys)
 
 
 def _differ(one: Run, other: Run, fact: str) -> bool:

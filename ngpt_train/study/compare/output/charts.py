@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +51,15 @@ def _over_budgets(report: Report, title: str, **more: Any) -> Axis:
 
 
 def speedup(report: Report) -> Chart:
-    marks, shown, baseline = [], dict[tuple[str, str], None](), report["baseline"]
-    for arm in looks_of(report):
-        for unit in UNITS:
-            for how in HOW:
-                if entries := series.speedups(report, arm, unit, how):
-                    marks += _ratios(report, arm, {"unit": unit, "how": how}, entries)
-                    shown[unit, how] = None
+    marks, shown, baseline = [], set[str](), report["baseline"]
+    for arm, unit, how in product(looks_of(report), UNITS, HOW):
+        if entries := series.speedups(report, arm, unit, how):
+            marks += _ratios(report, arm, {"unit": unit, "how": how}, entries)
+            shown |= {unit, how}
     ends = [value for mark in marks for value in mark.y if value] or [1.0]
     ticks = {tick: f"{tick:g}" for tick in series.ratio_ticks(ends)}
     span = min([*ends, 0.9]) * 0.95, max([*ends, 1.1]) * 1.05
-    units, hows = ([name for name in names if any(name in pair for pair in shown)] for names in (UNITS, HOW))
+    units, hows = ([name for name in names if name in shown] for names in (UNITS, HOW))
     times = [
         Axis(f"times the {UNITS[unit]} that {baseline} needs", {"unit": unit}, True, ticks, span, rule=1)
         for unit in UNITS
@@ -279,9 +278,8 @@ def _tuning_curve(report: Report, entry: Mapping[str, Any], axis: Axis) -> list[
     if failed := [point["value"] for point in entry["points"] if point["failed"]]:
         top = [max([loss for _, loss in averaged], default=0.0)] * len(failed)
         cross: dict[str, Any] = {"size": 9, "symbol": "X", "opacity": strength}
-        marks.append(
-            mark([at(value) for value in failed], top, hover="{text}: failed", texts=list(map(short, failed)), **cross)
-        )
+        cross |= {"hover": "{text}: failed", "texts": list(map(short, failed))}
+        marks.append(mark([at(value) for value in failed], top, **cross))
     return marks
 
 

@@ -228,9 +228,8 @@ def differences(report: Report) -> Table:
 def _apart(report: Report, arm: str, budget: int) -> float | None:
     """The standard deviation, between seeds, of the difference from the baseline."""
     one, other = (losses_by_seed(report, name).get(budget, {}) for name in (arm, report["baseline"]))
-    pairs = [(one[seed], other[seed]) for seed in one if seed in other] or list(
-        zip(one.values(), other.values(), strict=False)
-    )
+    pairs = [(one[seed], other[seed]) for seed in one if seed in other]
+    pairs = pairs or list(zip(one.values(), other.values(), strict=False))
     return float(np.std([a - b for a, b in pairs], ddof=1)) if len(pairs) > 1 else None
 
 

@@ -88,14 +88,10 @@ def cautions(report: Report) -> list[str]:
         said.append("One budget: how the difference changes with the budget is unknown.")
     said += _lost(report)
     said += [sentence for arm in report["arms"] for sentence in _thrown_away(report, arm)]
-    failed = [str(audit["run"]) for audit in report["audits"] if audit_says(audit) != "equal"]
-    if failed:
-        said.append(
-            f"Audit: training again does not give what is on record, or gave it of other records: {', '.join(failed)}."
-        )
-    untuned = [arm for arm in report["arms"] if not is_tuned(report, arm)]
-    if untuned:
-        said.append(f"Untuned: {', '.join(untuned)}. The loss of an untuned arm is a bound.")
+    if failed := ", ".join(str(audit["run"]) for audit in report["audits"] if audit_says(audit) != "equal"):
+        said.append(f"Audit: training again does not give what is on record, or gave it of other records: {failed}.")
+    if untuned := ", ".join(arm for arm in report["arms"] if not is_tuned(report, arm)):
+        said.append(f"Untuned: {untuned}. The loss of an untuned arm is a bound.")
     return said
 
 
@@ -172,7 +168,7 @@ def differing(report: Report) -> list[dict[str, Any]]:
             same = (other["kind"], other["key"]) == (entry["kind"], entry["key"]) and other is not entry
             values = dict(zip(other["arms"], other["values"], strict=False)).get(arm) if same else None
             if isinstance(values, list) and sorted(map(str, values)) == sorted(map(str, entry["values"])):
-                other["among"] = [*other.get("among", []), arm]
+                other.setdefault("among", []).append(arm)
                 entries.remove(entry)
                 break
     for entry in entries:
