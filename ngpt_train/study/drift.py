@@ -130,11 +130,8 @@ def fit_drift(sizes: Sequence[float], rates: Sequence[Rate], within: float, conf
     """
     x = np.array([math.log2(size) for size in sizes])
     y = np.array([math.log2(lr) for lr, _, _ in rates])
-    known = [
-        max(math.log2(lr / low), math.log2(high / lr), _LEAST_OCTAVES)
-        for lr, low, high in rates
-        if low is not None and high is not None
-    ]
+    ends = [(lr, low, high) for lr, low, high in rates if low is not None and high is not None]
+    known = [max(math.log2(lr / low), math.log2(high / lr), _LEAST_OCTAVES) for lr, low, high in ends]
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     sigma = np.array(known) / z if len(known) == len(rates) else np.ones(len(rates))
     weights = sigma**-2

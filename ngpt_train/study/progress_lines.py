@@ -24,7 +24,7 @@ class TimeLeft:
     start, which no single run and no idle moment moves far. Before the first run ends, the table of costs stands in."""
 
     def __init__(self, expected: Sequence[Cost], jobs: int) -> None:
-        self._expected, self._jobs = expected, jobs
+        self._runs, self._jobs = {(cost.arm, cost.budget): cost.runs for cost in expected}, jobs
         self._by_table = all(cost.hours is not None for cost in expected)
         # _work[arm, budget]: seconds of a run by the table, which knows the speed of each arm; else its FLOPs.
         self._work = {
@@ -56,11 +56,7 @@ class TimeLeft:
         of_work = self._seconds / self._done if self._done else 1.0
         ended = Counter((point.arm, point.budget) for point in results)
         wanted = Counter((point.arm, point.budget) for point in [*running, *waiting])
-        left = sum(
-            of_work * self._work[at] * max(wanted[at], cost.runs - ended[at])
-            for cost in self._expected
-            for at in [(cost.arm, cost.budget)]
-        )
+        left = sum(of_work * self._work[at] * max(wanted[at], n - ended[at]) for at, n in self._runs.items())
         of_running = [(of_work * self._work[p.arm, p.budget], now - self._began.get(p, now)) for p in running]
         left -= sum(min(of_one, so_far) for of_one, so_far in of_running)
         longest = max((of_one - so_far for of_one, so_far in of_running), default=0.0)
@@ -68,7 +64,7 @@ class TimeLeft:
 
     def _side_by_side(self, now: float) -> float:
         """The mean number of runs at once. Jobs are idle while a search waits for its last run."""
-        elapsed = now - (now if self._start is None else self._start)
+        elapsed = 0.0 if self._start is None else now - self._start
         busy = self._seconds + sum(now - began for began in self._began.values())
         return min(max(busy / elapsed, 1.0), self._jobs) if elapsed else self._jobs
 

@@ -25,11 +25,8 @@ def phases(
     study: Study, starts: Starts, grids: Grids, results: Mapping[Point, Result]
 ) -> dict[tuple[str, int], list[Phase]]:
     """The phases of the descent so far, by arm and budget."""
-    return {
-        (arm, budget): found
-        for arm in study.arms
-        for budget, found in _Arm(study, arm, starts, grids, results).phases.items()
-    }
+    of_arms = {arm: _Arm(study, arm, starts, grids, results).phases for arm in study.arms}
+    return {(arm, budget): found for arm, of_arm in of_arms.items() for budget, found in of_arm.items()}
 
 
 class _Arm:

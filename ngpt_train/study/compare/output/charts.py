@@ -60,10 +60,8 @@ def speedup(report: Report) -> Chart:
     ticks = {tick: f"{tick:g}" for tick in series.ratio_ticks(ends)}
     span = min([*ends, 0.9]) * 0.95, max([*ends, 1.1]) * 1.05
     units, hows = ([name for name in names if name in shown] for names in (UNITS, HOW))
-    times = [
-        Axis(f"times the {UNITS[unit]} that {baseline} needs", {"unit": unit}, True, ticks, span, rule=1)
-        for unit in UNITS
-    ]
+    titles = {unit: f"times the {words} that {baseline} needs" for unit, words in UNITS.items()}
+    times = [Axis(title, {"unit": unit}, True, ticks, span, rule=1) for unit, title in titles.items()]
     note = (
         f"How many times the arm's tokens, FLOPs or seconds {baseline} needs for the loss that the arm ends "
         f"at; bands are {percent(report['confidence'])} intervals. Above 1 the arm is ahead. Hollow: untuned, or "
@@ -316,10 +314,8 @@ def costs(report: Report) -> Chart:
         ("flops_per_token", "FLOPs per token", 1.0),
     ):
         values = {arm: factor * of_arm[arm][key] for arm in arms if of_arm[arm][key] is not None}
-        marks = [
-            Mark(arm, [value], [row], hover="{arm}: {x:si}", bar=True, label=si(value))
-            for row, (arm, value) in enumerate(values.items())
-        ]
+        bar = partial(Mark, hover="{arm}: {x:si}", bar=True)
+        marks = [bar(arm, [value], [row], label=si(value)) for row, (arm, value) in enumerate(values.items())]
         if marks:
             y = rows([label(report, arm) for arm in values])
             plots.append(Plot(marks, [Axis("", least=0)], [y], title, height=90 + 38 * len(values)))

@@ -65,11 +65,8 @@ def cost_of(report: Report, arm: str, budget: float, axis: str) -> float | None:
     """The arm's cost of `budget` tokens in tokens, FLOPs or seconds; None if unknown."""
     if axis == "tokens":
         return float(budget)
-    ends = [
-        (curve["eval"]["tokens"][-1], eval_axis(report, curve, axis)[-1])
-        for curve in report["curves"]
-        if curve["arm"] == arm and curve["eval"]["tokens"]
-    ]
+    curves = [curve for curve in report["curves"] if curve["arm"] == arm and curve["eval"]["tokens"]]
+    ends = [(curve["eval"]["tokens"][-1], eval_axis(report, curve, axis)[-1]) for curve in curves]
     rates = [cost / tokens for tokens, cost in ends if tokens and cost]
     return float(budget * np.median(rates)) if rates else None
 
