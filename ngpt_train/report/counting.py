@@ -23,8 +23,7 @@ from ngpt_train.models.rank_rows import local_rows
 
 
 class MemoryCounter(TorchDispatchMode):
-    """Bytes of all tensors made inside and still held: `now`, and their peak so far, `peak`; without memory inside an
-    operator while it runs, such as scratch space."""
+    """Bytes of tensors made inside and still held, `now`, and their `peak`; not what an operator needs as it runs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -180,8 +180,7 @@ def copies_to_save(model: Decoder, averages: bool, world_size: int) -> MemoryIte
 
 
 def cast_items(model: Decoder, dtype: torch.dtype, checkpointing: bool, copies: int) -> list[MemoryItem]:
-    """Casts of the weights to bf16 or fp16 for the matrix products, without FSDP2. copies: the number of values in the
-    optimizer's bf16 copies."""
+    """Casts of weights for the matrix products, without FSDP2. copies: values in the optimizer's bf16 copies."""
     size = dtype.itemsize
     block = max(matrices_of_blocks(model))
     output = model.unembedding.numel()
@@ -214,8 +213,7 @@ class Activations:
 
 
 def activations_of(config: Config, model: Decoder, layout: Layout, new_gradients: bool = False) -> Activations:
-    """Activations of a micro batch. new_gradients: True if the backward pass makes gradients of matrices, False if it
-    adds to existing ones."""
+    """Activations of a micro batch. new_gradients: the backward pass makes those of matrices, and adds to none."""
     shape, dtype, rows, recompute = config.model, layout.dtype, layout.micro_rows, config.train.activation_checkpointing
     tokens = rows * (shape.predicted(shape.context) - shape.source_length(shape.context))
     of_loss, V = gradients_of_loss(model, tokens, dtype.itemsize), len(model.unembedding)
@@ -248,8 +246,7 @@ def activation_items(found: Activations, kept: int, passing: int) -> list[Memory
 def of_compiled_blocks(
     config: Config, model: Decoder, layout: Layout, new_gradients: bool = False
 ) -> tuple[float, float, str]:
-    """Bytes kept by the compiled blocks, new bytes of the backward pass, and a formula for the first. new_gradients: as
-    for `activations_of`."""
+    """Bytes kept by compiled blocks, new bytes of the backward pass, a formula for the first; as `activations_of`."""
     shape, dtype, recompute = config.model, layout.dtype, config.train.activation_checkpointing
     counted = count_products(shape, dtype, layout.micro_rows)
     blocks_passed = counted.hidden / shape.d_model  # bytes for a value of every token in every block

@@ -99,8 +99,7 @@ def cost_of_phases(study: Study, runs: Runs, near: Mapping[Point, Result]) -> st
 
 
 def measure(configs: Mapping[str, Config], threads: int, here: bool = True) -> dict[str, ArmSize]:
-    """The sizes of the arms, timed one after the other in a separate process. configs: by arm. threads: of a run. here:
-    False if the runs go to other machines; then nothing is timed."""
+    """The sizes of the arms, timed in turn in a separate process; not timed unless `here`. threads: of a run."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     worker = context.Process(target=_measure, args=(dict(configs), threads, here, sender), daemon=True)

@@ -1,5 +1,4 @@
-"""The best learning rate of each architecture, width, depth and budget in directories of studies and runs, and its
-change along each size, in octaves, with its interval."""
+"""The best learning rate of each architecture and size in studies and runs, and its change along a size, in octaves."""
 
 import math
 from collections.abc import Sequence

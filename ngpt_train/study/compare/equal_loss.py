@@ -55,8 +55,7 @@ def annealed_ratio(pair: Pair, noise: Noise, at: int, confidence: float) -> Rati
     weights_here, loss_here = curve.weights(here[None])[:, place], curve.at(here[None])
 
     def gap(log: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The baseline's loss at exp(log) times the tokens less the arm's end loss; how far its interval reaches below
-        and above."""
+        """The baseline's loss at exp(log) times the tokens less the arm's; how far its interval reaches either way."""
         there, u = here * np.exp(log), np.zeros((len(log), len(place), 2))
         u[:, :, 0] = np.where(log[:, None] == 0, 0.0, curve.weights(there)[:, place] - weights_here)
         u[:, at, 1] = -1

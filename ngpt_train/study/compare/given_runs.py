@@ -94,8 +94,7 @@ def of_study(study: Study) -> Gathered:
 
 
 def check_evals(runs: Iterable[Run]) -> None:
-    """Raises DataError, with file and step, if a validation contradicts the losses of its rows, or another validation
-    of the same rows."""
+    """Raises DataError if a validation contradicts the losses of its rows, or another validation of the same rows."""
     of_rows: dict[Any, tuple[int, Run, int]] = {}
     for run in runs:
         for record in run.evals:
@@ -113,8 +112,7 @@ def check_evals(runs: Iterable[Run]) -> None:
 
 
 def check_comparable(runs: Iterable[Run]) -> str:
-    """ "loss", in nats per token, or "bits_per_byte" for runs with different tokenizers. Raises DataError, with the
-    reason, for runs validated on different text."""
+    """ "loss", or "bits_per_byte" for runs with different tokenizers. Raises DataError for other validation text."""
     validated = [run for run in runs if run.evals]
     validated = [run for run in validated if run.is_annealed] or validated
     if not validated:

@@ -258,8 +258,7 @@ def divergence_price(arm: Arm, budget: int) -> tuple[float, float]:
 
 
 def price_at(arm: Arm, budget: int) -> tuple[float, float]:
-    """How much lower the arm's loss may be at its optimum, and how much more that may be: the price of the rest of the
-    grid and of values at which a seed diverges."""
+    """The price of the grid and of values at which a seed diverges: an estimate, and how much more it may be."""
     (grid, more), (diverged, also) = arm.prices[budget], divergence_price(arm, budget)
     return grid + diverged, math.hypot(more, also)
 
