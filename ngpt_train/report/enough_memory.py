@@ -77,6 +77,5 @@ def without_memory(model: ModelConfig, size: Callable[[Decoder], int]) -> float:
 
 
 def _where(device: torch.device, ranks: int) -> str:
-    if device.type == "cuda":
-        return f"on {torch.cuda.get_device_name(device)}"
-    return f"in the memory of this host for its {ranks} ranks" if ranks > 1 else "in the memory of this host"
+    on_host = "in the memory of this host" + f" for its {ranks} ranks" * (ranks > 1)
+    return f"on {torch.cuda.get_device_name(device)}" if device.type == "cuda" else on_host

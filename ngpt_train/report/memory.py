@@ -51,9 +51,8 @@ def memory_per_rank(config: Config, model: Decoder, layout: Layout) -> list[Memo
     if layout.n_shards:
         return max(moments(config, model, layout), key=lambda items: sum(item.bytes for item in items))
     dtype, recompute = layout.dtype, config.train.activation_checkpointing
-    copies_rows = layout.fused_adam and config.optim.matrix_step is None
-    with_bf16_copy = cast_linears(model) if copies_rows and dtype == torch.bfloat16 else []
-    copies = sum(linear.matrix.numel() for linear in with_bf16_copy)
+    has_copies = layout.fused_adam and config.optim.matrix_step is None and dtype == torch.bfloat16
+    copies = sum(linear.matrix.numel() for linear in cast_linears(model)) if has_copies else 0
     found = activations_of(config, model, layout)
     activations = activation_items(found, found.kept, max(found.logits, found.working))
     items = [*state_items(model, 0, config.optim), *cast_items(model, dtype, recompute != "none", copies), *activations]
@@ -181,12 +180,9 @@ def copies_to_save(model: Decoder, averages: bool, world_size: int) -> MemoryIte
 
 def cast_items(model: Decoder, dtype: torch.dtype, checkpointing: bool, copies: int) -> list[MemoryItem]:
     """Casts of weights for the matrix products, without FSDP2. copies: values in the optimizer's bf16 copies."""
-    size = dtype.itemsize
-    block = max(matrices_of_blocks(model))
-    output = model.unembedding.numel()
     if dtype == torch.float32:
         return []
-    items = []
+    size, block, output, items = dtype.itemsize, max(matrices_of_blocks(model)), model.unembedding.numel(), []
     # The backward pass reads the cast that the forward pass made; with activation checkpointing a block's is made
     # again when the block is recomputed. The optimizer's copies stay from step to step.
     if copies:
@@ -213,7 +209,7 @@ class Activations:
 
 
 def activations_of(config: Config, model: Decoder, layout: Layout, new_gradients: bool = False) -> Activations:
-    """Activations of a micro batch. new_gradients: the backward pass makes those of matrices, and adds to none."""
+    """Activations of a micro batch. new_gradients: of matrices, which the backward pass makes or else adds to."""
     shape, dtype, rows, recompute = config.model, layout.dtype, layout.micro_rows, config.train.activation_checkpointing
     tokens = rows * (shape.predicted(shape.context) - shape.source_length(shape.context))
     of_loss, V = gradients_of_loss(model, tokens, dtype.itemsize), len(model.unembedding)
@@ -229,8 +225,7 @@ def activations_of(config: Config, model: Decoder, layout: Layout, new_gradients
         kept, working, formula = counted.kept, counted.working, "counted on tensors without memory, uncompiled"
         of_stages = counted.of_stages
     of_logits = f"logits and h, {size} x {chunk} x V + {size + 4} x micro tokens x d_model"
-    makes = tuple(round(size) for size in of_stages)
-    return Activations(round(kept), of_loss, logits, round(working), makes, formula, of_logits)
+    return Activations(round(kept), of_loss, logits, round(working), tuple(map(round, of_stages)), formula, of_logits)
 
 
 def activation_items(found: Activations, kept: int, passing: int) -> list[MemoryItem]:
@@ -250,21 +245,18 @@ def of_compiled_blocks(
     shape, dtype, recompute = config.model, layout.dtype, config.train.activation_checkpointing
     counted = count_products(shape, dtype, layout.micro_rows)
     blocks_passed = counted.hidden / shape.d_model  # bytes for a value of every token in every block
-    results = counted.results
-    everything = counted.hidden + results + counted.arguments + blocks_passed * shape.kept_beyond_gpt()
-    dropped = dropout_bytes(config, model, layout)
+    everything = counted.hidden + counted.results + counted.arguments + blocks_passed * shape.kept_beyond_gpt()
+    everything += dropout_bytes(config, model, layout)
     kept, formula = {
-        "none": (everything + dropped, "blocks' inputs, and what products and attention read and make"),
-        "selective": (counted.hidden + results, "blocks' inputs, and what products and attention make"),
+        "none": (everything, "blocks' inputs, and what products and attention read and make"),
+        "selective": (counted.hidden + counted.results, "blocks' inputs, and what products and attention make"),
         "full": (counted.hidden, "blocks' inputs"),
     }[recompute]
     # A block's backward pass makes the recomputed values, and gradients by the widest product's result and inputs.
-    n_blocks = len(model.blocks())
-    again = max(0.0, everything + dropped - kept) / n_blocks
+    again = max(0.0, everything - kept) / len(model.blocks())
     of_loss = gradients_of_loss(model, 0, dtype.itemsize)
-    block = max(matrices_of_blocks(model))
     # Gradients of the loss were added to others, or they stay. A compiled block gives all of its own at its end.
-    gradients = dtype.itemsize * block if new_gradients else -of_loss
+    gradients = dtype.itemsize * max(matrices_of_blocks(model)) if new_gradients else -of_loss
     return kept, max(again + 1.5 * counted.widest + gradients, of_loss), f"{formula}, compiled"
 
 

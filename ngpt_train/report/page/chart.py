@@ -109,10 +109,6 @@ class Chart:
     labels: Mapping[str, str]
     choices: list[Choice] = field(default_factory=list)
 
-    @property
-    def has_marks(self) -> bool:
-        return any(plot.marks for plot in self.plots)
-
     def choice_of_arms(self, label: str) -> Choice:
         """The choice among the arms with a mark."""
         shown = {mark.arm for plot in self.plots for mark in plot.marks}

@@ -24,7 +24,8 @@ FOLDED = ("speedups", "differences", "runs")
 
 def html(report: Report) -> str:
     """The page of report.json."""
-    drawn = [chart for make in charts.CHARTS if (chart := make(report)).has_marks]
+    made = [make(report) for make in charts.CHARTS]
+    drawn = [chart for chart in made if any(plot.marks for plot in chart.plots)]
     body = "\n".join([*_first_screen(report, drawn), *_sections(report, drawn)])
     title = f"{report['title']}: which is better, by how much, how sure"
     return page(title, ("verdicts", "To the verdicts"), body, drawn)
