@@ -28,16 +28,7 @@ from ngpt_train.study.audit.record_checks import check_checkpoint, check_records
 from ngpt_train.study.compare.runs import Run, read_rows, read_run
 from ngpt_train.study.engines.child import ending_with_us, last_line
 from ngpt_train.study.points import DIVERGED
-from ngpt_train.training.checkpoint.catalogue import (
-    MANIFEST,
-    STATE,
-    VALIDATION,
-    has_tensors,
-    list_checkpoints,
-    read_manifest,
-    read_validation_losses,
-    step_of,
-)
+from ngpt_train.training.checkpoint import catalogue
 
 OF_THE_MACHINE = ("device", "cpu")  # facts of run.json; ranks and threads are set as in the run
 RANKS_A_CORE, MOST_THREADS = 8, 1024  # limits for the ranks and threads in a run.json
@@ -84,22 +75,22 @@ def audit(
     if not starts or any(start.get("step") is None for start in starts) or min(start["step"] for start in starts) > 0:
         raise DataError(f"{path / 'run.json'} is damaged: it does not say how the run began")
     _check_room(path, starts)
-    sums, checkpoints = sums_of(path), list_checkpoints(path / "checkpoints")
-    kept, begun, last = [step_of(x) for x in checkpoints], [start["step"] for start in starts], last_step(run)
-    why_not = _other_machine(starts[-1], here)
+    sums, checkpoints = sums_of(path), catalogue.list_checkpoints(path / "checkpoints")
+    kept, begun = [catalogue.step_of(x) for x in checkpoints], [start["step"] for start in starts]
+    last, why_not = last_step(run), _other_machine(starts[-1], here)
 
     sound: dict[int, Config] = {}  # by step: the configs of undamaged checkpoints
     found = _other_commits(starts, here)
     found += check_records(run, config, max(begun), kept, exact=not why_not)
     try:
-        validation_losses = read_validation_losses(path / "checkpoints")
+        validation_losses = catalogue.read_validation_losses(path / "checkpoints")
     except DataError as error:
         validation_losses = {}
-        found.append(Finding(VALIDATION, str(error)))
+        found.append(Finding(catalogue.VALIDATION, str(error)))
     for checkpoint in checkpoints:
         stored, problems = check_checkpoint(checkpoint, run, config, checkpoint == checkpoints[-1], validation_losses)
         if stored is not None:
-            sound[step_of(checkpoint)] = taken(stored)
+            sound[catalogue.step_of(checkpoint)] = taken(stored)
         found += problems
     _print(found)
 
@@ -348,15 +339,15 @@ class Window:
     def _compare_checkpoints(self, again: Run) -> None:
         """Compares weights, moments and counters at the end of the window, by their checksums."""
         one, other = (of.path / "checkpoints" / f"step_{self.end:08d}" for of in (self.run, again))
-        if self.tolerance is not None or not (one / MANIFEST).is_file():
+        if self.tolerance is not None or not (one / catalogue.MANIFEST).is_file():
             return
         try:
-            files, files_now = read_manifest(one), read_manifest(other)
-            counters, counters_now = dict(read_json(one / STATE)), dict(read_json(other / STATE))
+            files, files_now = catalogue.read_manifest(one), catalogue.read_manifest(other)
+            counters, counters_now = dict(read_json(one / catalogue.STATE)), dict(read_json(other / catalogue.STATE))
         except (DataError, TypeError, ValueError):
             return  # `check_checkpoint` names a damaged one
         self.checkpoint = True
-        tensors, tensors_now = ({x: entry for x, entry in of.items() if has_tensors(x)} for of in (files, files_now))
+        tensors, tensors_now = ({x: of[x] for x in of if catalogue.has_tensors(x)} for of in (files, files_now))
         if tensors != tensors_now:
             says = f"the weights or moments of checkpoint {one.name} are not those of training again"
             self.found.append(Finding(one.name, says, self.end))
@@ -371,5 +362,5 @@ class Window:
 def copy_checkpoint(checkpoint: Path, target: Path) -> None:
     """Copies the files in the manifest. Others are not verified, and may be links to anywhere."""
     target.mkdir(parents=True)
-    for name in (MANIFEST, *read_manifest(checkpoint)):
+    for name in (catalogue.MANIFEST, *catalogue.read_manifest(checkpoint)):
         shutil.copyfile(checkpoint / name, target / name)

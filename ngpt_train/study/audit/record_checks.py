@@ -18,15 +18,7 @@ from ngpt_train.optim.schedule import lr_at
 from ngpt_train.study.audit.certificate import METRICS, Finding, contradiction
 from ngpt_train.study.compare.runs import Run, contradicted
 from ngpt_train.study.points import ENDED
-from ngpt_train.training.checkpoint.catalogue import (
-    MANIFEST,
-    STATE,
-    VALIDATION,
-    differences,
-    read_manifest,
-    read_progress,
-    step_of,
-)
+from ngpt_train.training.checkpoint import catalogue
 
 KINDS = ("train", "eval")  # in the order in which a step writes its records
 MOST_FINDINGS = 1000  # a record of step 10**18 leaves as many steps without a record
@@ -180,10 +172,10 @@ def check_checkpoint(
 ) -> tuple[Config | None, list[Finding]]:
     """The config of a kept checkpoint, None if the checkpoint is damaged; its contradictions with records and
     config.yaml. validation_losses: of the run, by step (validation.json)."""
-    step, name = step_of(path), path.name
+    step, name = catalogue.step_of(path), path.name
     try:
-        problems = differences(path, read_manifest(path))
-        progress, stored = read_progress(path), read_yaml(path / "config.yaml")
+        problems = catalogue.differences(path, catalogue.read_manifest(path))
+        progress, stored = catalogue.read_progress(path), read_yaml(path / "config.yaml")
     except DataError as error:
         problems = [str(error)]
     if problems:
@@ -204,10 +196,10 @@ def check_checkpoint(
     if config.eval.budget is not None:  # the last record is of more rows than the loss that is compared
         validation_losses = {}
     for records, field, file, value in (
-        (run.train, "loss", MANIFEST, read_json(path / MANIFEST).get("loss")),
-        (run.train, "tokens", STATE, progress["tokens"]),
-        (run.train, "data_hash", STATE, progress["data"].get("data_hash")),
-        (run.evals, "loss", VALIDATION, validation_losses.get(step)),
+        (run.train, "loss", catalogue.MANIFEST, read_json(path / catalogue.MANIFEST).get("loss")),
+        (run.train, "tokens", catalogue.STATE, progress["tokens"]),
+        (run.train, "data_hash", catalogue.STATE, progress["data"].get("data_hash")),
+        (run.evals, "loss", catalogue.VALIDATION, validation_losses.get(step)),
     ):
         record: Mapping[str, Any] = next((x for x in records if x["step"] == step), {})
         if value is not None and field in record and record[field] != value:
