@@ -18,21 +18,10 @@ import yaml
 from ngpt_train.config.keys import AUTO, TABLES
 from ngpt_train.config.stored import GONE
 from ngpt_train.config.validate import flatten, show
+from ngpt_train.core import recorded
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import json_lines, parse_json, read_whole, read_yaml_text
-from ngpt_train.core.recorded import (
-    ABOVE_0,
-    ANSWERS,
-    COUNT,
-    FLAG,
-    POSITIVE,
-    TEXT,
-    Record,
-    checked,
-    read_end,
-    read_records,
-)
-from ngpt_train.core.recorded import read_starts as starts_of
+from ngpt_train.core.recorded import ABOVE_0, ANSWERS, COUNT, FLAG, POSITIVE, TEXT, Record
 from ngpt_train.study.definition import SAME_BUDGET
 
 # Checked keys of a config, which count and group runs. All others are only compared and shown.
@@ -285,10 +274,11 @@ def read_run(path: Path) -> Run:
     if not (path / "config.yaml").is_file():
         raise DataError(f"{path} is not a run directory: it has no config.yaml. Name directories such as runs/NAME.")
     metrics = path / "metrics.jsonl"
-    records, damaged = read_records(metrics, ("train", "eval")) if metrics.exists() else ({"train": [], "eval": []}, 0)
-    starts, rollbacks = starts_of(path)
+    kinds = ("train", "eval")
+    records, damaged = recorded.read_records(metrics, kinds) if metrics.exists() else ({kind: [] for kind in kinds}, 0)
+    starts, rollbacks = recorded.read_starts(path)
     config = _config(path / "config.yaml")
-    return Run(path, config, starts, rollbacks, records["train"], records["eval"], read_end(path), damaged)
+    return Run(path, config, starts, rollbacks, records["train"], records["eval"], recorded.read_end(path), damaged)
 
 
 def _config(path: Path) -> Record:
@@ -300,7 +290,8 @@ def _config(path: Path) -> Record:
     leaves = flatten(tree, TABLES) if isinstance(tree, dict) else ()
     config = {key: value for key, value in leaves if not key.startswith(GONE)}
     known = {key: kind for key, kind in KEYS.items() if config.get(key) != AUTO}
-    checked(config, known, f"{path}: not the config of a run", ("train.steps", *({"run.seed"} & config.keys())))
+    needed = ("train.steps", *({"run.seed"} & config.keys()))
+    recorded.checked(config, known, f"{path}: not the config of a run", needed)
     if config.get("schedule.final_share") is not None:
         config.pop("schedule.final_lr", None)  # it follows optim.lr
     return config
@@ -313,10 +304,10 @@ def contradicted(run: Run, record: Mapping[str, Any]) -> Iterator[tuple[str, Any
         metrics = {name.removesuffix(of): value for name, value in record.items() if name.endswith(of)}
         of_rows = of.replace("_ctx", "_context_")
         rows = run.rows_at(record["step"], of_rows)
-        for name, recorded, value in contradictions(metrics, rows):
+        for name, old, new in contradictions(metrics, rows):
             what = f"its rows in {rows_file(record['step'], of_rows)} give" if rows else "its other metrics give"
-            says = f"the eval record of step {record['step']} says {name}{of} {show(recorded)}, {what} {show(value)}"
-            yield f"{name}{of}", recorded, value, says
+            says = f"the eval record of step {record['step']} says {name}{of} {show(old)}, {what} {show(new)}"
+            yield f"{name}{of}", old, new, says
 
 
 def common_budgets(arms: Mapping[str, Sequence[Run]]) -> dict[Path, int]:
