@@ -37,21 +37,17 @@ def check_state_fits(config: Config, world: World) -> None:
     if needed > there:
         names = ("d_model", *depths_of(config.model), "d_mlp", "vocab_size")
         sizes = ", ".join(f"model.{name}={getattr(config.model, name)}" for name in names)
-        raise ConfigError(
-            f"{sizes}: weights, gradients and the optimizer's state take {needed / GIB:,.1f} GiB "
-            f"{_where(world.device, ranks)}, which has {there / GIB:,.1f} GiB. Choose a smaller model, or more ranks "
-            "with parallel=fsdp; `plan` shows the memory of a rank."
-        )
+        problem = f"{sizes}: weights, gradients and the optimizer's state take {needed / GIB:,.1f} GiB"
+        fix = "Choose a smaller model, or more ranks with parallel=fsdp; `plan` shows the memory of a rank."
+        raise ConfigError(f"{problem} {_where(world.device, ranks)}, which has {there / GIB:,.1f} GiB. {fix}")
 
 
 def check_weights_fit(checkpoint: Path, model: ModelConfig, device: torch.device) -> None:
     """Raises ConfigError if the weights of a checkpoint's model take more than all memory of the device."""
     needed, there = without_memory(model, lambda made: 4 * made.n_params()), memory_of(device)
     if needed > there:
-        raise ConfigError(
-            f"train.device={device.type}: the weights of {checkpoint} take {needed / GIB:,.1f} GiB "
-            f"{_where(device, 1)}, which has {there / GIB:,.1f} GiB. Choose a machine with more memory."
-        )
+        problem = f"train.device={device.type}: the weights of {checkpoint} take {needed / GIB:,.1f} GiB {_where(device, 1)}"
+        raise ConfigError(f"{problem}, which has {there / GIB:,.1f} GiB. Choose a machine with more memory.")
 
 
 def memory_of(device: torch.device) -> int:

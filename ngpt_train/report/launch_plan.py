@@ -40,11 +40,12 @@ def launch_line(config: Config, overrides: Sequence[str], options: Sequence[str]
     if ranks <= per_host:
         return f"torchrun --standalone --nproc-per-node {ranks} -m ngpt_train train {arguments}".rstrip()
     if ranks % per_host:
-        raise ConfigError(
-            f"plan.world_size={ranks}: is no multiple of plan.ranks_per_host={per_host}, and each host has as many "
-            f"ranks. Plan for {ranks - ranks % per_host} or {ranks - ranks % per_host + per_host} ranks, or set "
-            "plan.ranks_per_host to a divisor."
+        less = ranks - ranks % per_host
+        problem = (
+            f"plan.world_size={ranks}: is no multiple of plan.ranks_per_host={per_host}, and each host has as many"
         )
+        fix = f"Plan for {less} or {less + per_host} ranks, or set plan.ranks_per_host to a divisor."
+        raise ConfigError(f"{problem} ranks. {fix}")
     hosts = ranks // per_host
     where = f"--nodes={hosts} --gpus-per-node={per_host}"
     run = "".join(f" {key}=..." for key in ("run.root", "run.name") if f"{key}=" not in arguments)
@@ -142,10 +143,8 @@ def tokenizer_size(config: Config) -> int:
     if config.data.kind == "tokens":
         directory = Path(config.data.path or "").expanduser()
         if not directory.is_dir():
-            raise DataError(
-                f"data.path={config.data.path}: not a directory, so the vocabulary of its tokens is unknown. "
-                "Name the directory, or say the number with model.vocab_size."
-            )
+            problem = f"data.path={config.data.path}: not a directory, so the vocabulary of its tokens is unknown"
+            raise DataError(f"{problem}. Name the directory, or say the number with model.vocab_size.")
         if (directory / MANIFEST).exists():
             return int(read_manifest(directory)["tokenizer"]["vocab_size"])
     tokenizer = config.tokenizer

@@ -4,6 +4,7 @@ its file, study.yaml. No heavy import stands here, so mistakes are reported at o
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -165,10 +166,9 @@ def read_study(
 
 def _as_begun(path: Path) -> bool:
     """Whether the study in `path` refines its rates: a new one does. `check_stored` reports a damaged file."""
-    try:
+    with suppress(DataError):
         return not (path / FILE).exists() or read_stored(path).refine
-    except DataError:
-        return True
+    return True
 
 
 def _row(content: Any, groups: Mapping[str, Sequence[str]], place: str) -> tuple[str, ...]:

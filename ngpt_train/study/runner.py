@@ -3,7 +3,7 @@
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from operator import attrgetter
@@ -25,6 +25,7 @@ from ngpt_train.study.engines.slurm import slurm_engine
 from ngpt_train.study.points import FAILED, FAILURES, Point, Result, Runs, differences, failure_record
 from ngpt_train.study.progress_lines import ProgressLines
 from ngpt_train.study.search import next_points, phases
+from ngpt_train.study.tuning import sorted_values
 
 LOOK_SECONDS = 0.5
 
@@ -115,15 +116,11 @@ def _taken(study: Study) -> DirectoryLock:
         lock.create()
         lock.take()
     except BlockingIOError:
-        raise ConfigError(
-            f"study.name={study.name}: {lock.holder()} is running the study in {study.path}. Wait for it, stop it, or "
-            "choose another study.name."
-        ) from None
+        problem = f"study.name={study.name}: {lock.holder()} is running the study in {study.path}"
+        raise ConfigError(f"{problem}. Wait for it, stop it, or choose another study.name.") from None
     except OSError as error:
-        raise ConfigError(
-            f"study.root={study.root}: {study.path} cannot be written or locked ({error.strerror}). Choose another "
-            "study.root."
-        ) from None
+        problem = f"study.root={study.root}: {study.path} cannot be written or locked ({error.strerror})"
+        raise ConfigError(f"{problem}. Choose another study.root.") from None
     return lock
 
 
@@ -159,21 +156,16 @@ class Runner:
                 self.engine.ended(LOOK_SECONDS)
             raise
 
-    def _made(self) -> list[Point]:
+    def _made(self) -> Iterator[Point]:
         """The points with a run in the study's directory. Raises DataError for a damaged config.yaml."""
-        points = []
         for path in sorted(self.study.runs.glob("*/config.yaml")):
-            name = path.parent.name
             for arm, budget in product(self.study.arms, self.study.budgets):
-                if not name.startswith(f"{arm}-{budget}-"):
-                    continue
-                stored = read_yaml(path)
-                keys = (LR, *self.study.keys_of(arm))
-                values = tuple(sorted((key, hashable(attrgetter(key)(stored))) for key in keys))
-                point = Point(arm, budget, values, stored.run.seed)
-                if point.directory == name and not differences(stored, self.runs.config(point)):
-                    points.append(point)
-        return points
+                if path.parent.name.startswith(f"{arm}-{budget}-"):
+                    stored, keys = read_yaml(path), (LR, *self.study.keys_of(arm))
+                    values = sorted_values({key: hashable(attrgetter(key)(stored)) for key in keys})
+                    point = Point(arm, budget, values, stored.run.seed)
+                    if point.directory == path.parent.name and not differences(stored, self.runs.config(point)):
+                        yield point
 
     def _loop(self) -> bool:
         while True:
@@ -295,7 +287,5 @@ class Runner:
 def _check_whole(run: Path) -> None:
     """Raises DataError if a run directory was deleted during its training, which then wrote into it again."""
     if not (run / "config.yaml").exists() and any((run / name).exists() for name in ("checkpoints", "exit.json")):
-        raise DataError(
-            f"{run} has lost its config.yaml, as if it had been deleted while the run trained. Delete this directory, "
-            "and the same command makes the run again."
-        )
+        problem = f"{run} has lost its config.yaml, as if it had been deleted while the run trained"
+        raise DataError(f"{problem}. Delete this directory, and the same command makes the run again.")

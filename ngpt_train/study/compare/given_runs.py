@@ -126,10 +126,9 @@ def check_comparable(runs: Iterable[Run]) -> str:
         return "loss"
     for run in validated:
         if run.evals[-1].get("bits_per_byte") is None:
-            raise DataError(
-                f"{run.path} has another tokenizer than others, so that a loss per token means something else, and no "
-                "bits_per_byte in its eval records. Leave it out, or `evaluate` its checkpoint with this version."
-            )
+            problem = f"{run.path} has another tokenizer than others, so that a loss per token means something else"
+            problem += ", and no bits_per_byte in its eval records"
+            raise DataError(f"{problem}. Leave it out, or `evaluate` its checkpoint with this version.")
     return "bits_per_byte"
 
 

@@ -70,10 +70,8 @@ def read_rows(path: Path) -> Rows:
             raise ValueError("its losses cannot be")
     except (OSError, ValueError, RuntimeError, EOFError, struct.error, zipfile.BadZipFile) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise DataError(
-            f"{path} is damaged, or is not as the program writes it: {why}. Leave this run out, or evaluate its "
-            "checkpoint again."
-        ) from None
+        problem = f"{path} is damaged, or is not as the program writes it: {why}"
+        raise DataError(f"{problem}. Leave this run out, or evaluate its checkpoint again.") from None
     return rows
 
 
