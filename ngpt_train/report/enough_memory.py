@@ -46,8 +46,10 @@ def check_weights_fit(checkpoint: Path, model: ModelConfig, device: torch.device
     """Raises ConfigError if the weights of a checkpoint's model take more than all memory of the device."""
     needed, there = without_memory(model, lambda made: 4 * made.n_params()), memory_of(device)
     if needed > there:
-        problem = f"train.device={device.type}: the weights of {checkpoint} take {needed / GIB:,.1f} GiB {_where(device, 1)}"
-        raise ConfigError(f"{problem}, which has {there / GIB:,.1f} GiB. Choose a machine with more memory.")
+        where = f"{_where(device, 1)}, which has {there / GIB:,.1f} GiB. Choose a machine with more memory."
+        raise ConfigError(
+            f"train.device={device.type}: the weights of {checkpoint} take {needed / GIB:,.1f} GiB {where}"
+        )
 
 
 def memory_of(device: torch.device) -> int:

@@ -177,10 +177,8 @@ def divergence(trials: Trials, best: Values, confidence: float) -> Divergence | 
 
 def _fewer_seeds(arm: str, budget: int, values: Values, n_seeds: int, most: int) -> str:
     said = ", ".join(f"{key}={show(value)}" for key, value in values)
-    return (
-        f"{arm} at {budget:,} tokens: {said} has a lower mean loss, but of {n_seeds} instead of {most} seeds. "
-        "It is not taken as the best before it has been trained with the others."
-    )
+    lower = f"{arm} at {budget:,} tokens: {said} has a lower mean loss, but of {n_seeds} instead of {most} seeds"
+    return f"{lower}. It is not taken as the best before it has been trained with the others."
 
 
 def pair_of(arm: Arm, baseline: Arm, metric: str) -> tuple[Pair | None, list[str]]:

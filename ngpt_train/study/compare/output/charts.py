@@ -109,10 +109,8 @@ def difference(report: Report) -> Chart:
         hover = f"{{arm}}, {si(entry['budget'])} tokens\n{shown} {report['unit']}"
         point: dict[str, Any] = {"size": 9, "hollow": [not solid], "label": shown}
         marks.append(Mark(arm, [entry["estimate"]], [row], when, hover, **point))
-    note = (
-        f"Left of the line an arm's loss is lower than that of {baseline}. Bars are {percent(report['confidence'])} "
-        f"intervals. Hollow: the arm or {report['baseline']} is untuned at that budget."
-    )
+    note = f"Left of the line an arm's loss is lower than that of {baseline}. Bars are {percent(report['confidence'])} "
+    note += f"intervals. Hollow: the arm or {report['baseline']} is untuned at that budget."
     x = Axis(f"end loss minus that of {baseline} ({report['unit']})", rule=0, least=0)
     y = rows([label(report, arm) for arm in arms])
     plots = [Plot(marks, [x], [y], height=90 + 38 * len(arms))]
@@ -295,10 +293,8 @@ def sensitivity(report: Report) -> Chart:
         marks.append(Mark(entry["arm"], x, y, when, hover, texts, line=1.8, size=8, hollow=hollow))
     over = Axis("octaves off the optimum (1 is a factor of 2)")
     plots = [Plot(marks, [over], [Axis(f"loss above the lowest ({report['unit']})", least=0)], height=380)]
-    note = (
-        "What it costs to miss the optimum. A flat arm forgives. Hollow: untuned, and then octaves are counted from "
-        "the best value tried."
-    )
+    note = "What it costs to miss the optimum. A flat arm forgives."
+    note += " Hollow: untuned, and then octaves are counted from the best value tried."
     options = {LARGEST: "each arm's largest", **_budgets(report)} if len(report["budgets"]) > 1 else _budgets(report)
     choices = [Choice("budget", "Budget (tokens)", options, many=False), _keys(keys)]
     return _chart(report, "sensitivity", "Sensitivity to the tuned value", note, plots, choices)

@@ -241,9 +241,9 @@ def speedups(report: Report) -> Table:
     note = "How many times the arm's tokens, FLOPs or seconds the baseline needs."
     if any(row[1] == wording.HOW["within_schedule"] for row in rows):
         note += (
-            " A ratio within one schedule, for the loss that the worse of the two ends at, stands here where no other "
-            "is known, and is no verdict: it flatters the arm whose learning rate decays faster."
+            " A ratio within one schedule, for the loss that the worse of the two ends at, stands here where no other"
         )
+        note += " is known, and is no verdict: it flatters the arm whose learning rate decays faster."
     note += " The intervals have the noise of the losses, and not the error of the form that is fitted."
     note = " ".join([note, *said])
     columns = [("Arm", ARM), ("How", TEXT), ("Budget (tokens)", NUMBER), *((unit, NUMBER) for unit in UNITS.values())]
@@ -326,8 +326,8 @@ def referee(report: Report) -> Table:
     columns = [("Kind", VERDICT), ("What differs", CODE), ("Values", TEXT), ("Size, note", TEXT)]
     note = (
         "Every way in which two arms differ: the thing under test, what follows from it, and confounds, which may be "
-        "the true cause of a difference."
     )
+    note += "the true cause of a difference."
     return Table("referee", "What differs between the arms", columns, rows, note, "The arms differ in nothing.")
 
 
