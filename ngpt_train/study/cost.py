@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import log2
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -55,17 +56,14 @@ def costs(study: Study, runs: Runs, sizes: Mapping[str, ArmSize], near: Mapping[
     rehearsals = (near, rehearsal(study, runs, far=True))
     expected, most = (Counter((point.arm, point.budget) for point in made) for made in rehearsals)
     lines = []
-    for arm, size in sizes.items():
-        for budget in study.budgets:
-            config = runs.config(runs.first_point(arm, budget))
-            tokens = config.train.steps * config.train.rows_per_step * config.model.context
-            flops = float(tokens) * size.flops_per_token
-            seconds = size.seconds_per_token
-            if (rate := config.plan.flops_per_s) is not None:
-                seconds = size.flops_per_token / rate
-            n = expected[arm, budget]
-            hours = None if seconds is None else seconds * tokens / 3600
-            lines.append(Cost(arm, budget, config.train.steps, tokens, n, max(n, most[arm, budget]), n * flops, hours))
+    for (arm, size), budget in product(sizes.items(), study.budgets):
+        config, n = runs.config(runs.first_point(arm, budget)), expected[arm, budget]
+        tokens = config.train.steps * config.train.rows_per_step * config.model.context
+        flops, seconds = float(tokens) * size.flops_per_token, size.seconds_per_token
+        if (rate := config.plan.flops_per_s) is not None:
+            seconds = size.flops_per_token / rate
+        hours = None if seconds is None else seconds * tokens / 3600
+        lines.append(Cost(arm, budget, config.train.steps, tokens, n, max(n, most[arm, budget]), n * flops, hours))
     return lines
 
 
@@ -177,9 +175,8 @@ def _measured(config: Config, size: ArmSize) -> ArmSize:
 
 
 def table(study: Study, lines: Sequence[Cost], sizes: Mapping[str, ArmSize], jobs: int) -> str:
-    rows: list[tuple[str, ...]] = [
-        ("arm", "parameters", "tokens", "steps", "runs", "tokens of all", "FLOPs", "hours of one", "hours")
-    ]
+    head = ("arm", "parameters", "tokens", "steps", "runs", "tokens of all", "FLOPs", "hours of one", "hours")
+    rows: list[tuple[str, ...]] = [head]
     for line in lines:
         counts = (line.tokens, f"{line.steps:,}", str(line.runs), line.tokens * line.runs)
         hours = None if line.hours is None else line.hours * line.runs
@@ -193,12 +190,10 @@ def table(study: Study, lines: Sequence[Cost], sizes: Mapping[str, ArmSize], job
     names, *others = zip(*rows, strict=True)
     columns = [[cell.ljust(max(map(len, names))) for cell in names]]
     columns += [[cell.rjust(max(map(len, column))) for cell in column] for column in others]
-    arms, budgets, seeds = (
-        f"{len(all_of)} {word}{'s' if len(all_of) > 1 else ''}"
-        for all_of, word in ((study.arms, "arm"), (study.budgets, "budget"), (study.seeds, "seed"))
-    )
+    parts = {"arm": study.arms, "budget": study.budgets, "seed": study.seeds}
+    scope = ", ".join(f"{len(all_of)} {word}{'s' * (len(all_of) > 1)}" for word, all_of in parts.items())
     notes = [
-        f"{study.name}: {arms}, {budgets}, {seeds}; tuned: {', '.join(study.tuned_keys)}; baseline {study.baseline}",
+        f"{study.name}: {scope}; tuned: {', '.join(study.tuned_keys)}; baseline {study.baseline}",
         "",
         *("  ".join(row) for row in zip(*columns, strict=True)),
         "",
