@@ -41,6 +41,7 @@ def versus(
     word = verdict(arm.state(last), baseline.state(last), found[-1], at_compared)
     notes += [why(word, arm, baseline, last, found[-1]), *_divergences(arm, baseline, last)]
     costs = costs_between(arm.name, baseline.name, runs, step_times)
+    counted: list[Ratio] = []  # for the trend: not at budgets with an untuned arm
     for at, budget in enumerate(map(int, pair.budgets)):
         steps = next(iter(arm.at_best(budget).values())).run.steps
         missing = None if found[at].is_resolved else needed(pair, found[at], at, steps, confidence)
@@ -50,13 +51,11 @@ def versus(
         ratios = {"annealed": annealed[at]}
         ratios |= {"within_schedule": of_schedule[budget]} if budget in of_schedule else {}
         untuned = [f"{x.name} is untuned at this budget" for x in (arm, baseline) if x.state(budget) == "edge"]
+        counted.append(Ratio(None, None, None) if untuned else annealed[at])
         for how, ratio in ratios.items():
             alone = found[at].n_seeds == 1 and how == "annealed" and ratio.low is not None
             for entry in _in_all_units(ratio, costs, confidence, [*untuned, ONE_SEED] if alone else untuned):
                 result["speedups"].append({**names, "how": how, "budget": budget, **entry})
-    # Budgets with an untuned arm do not count for the trend.
-    edges = {int(budget) for budget in pair.budgets if "edge" in (arm.state(budget), baseline.state(budget))}
-    counted = [Ratio(None, None, None) if b in edges else x for b, x in zip(pair.budgets, annealed, strict=True)]
     if trend := trend_of(pair, noise, counted, confidence):
         result["trends"] = [{**names, **asdict(trend), "confidence": confidence}]
     return result | {"verdict": word}
