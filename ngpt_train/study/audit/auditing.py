@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,7 @@ def audit(
     last, why_not = last_step(run), _other_machine(starts[-1], here)
 
     sound: dict[int, Config] = {}  # by step: the configs of undamaged checkpoints
-    found = _other_commits(starts, here)
-    found += check_records(run, config, max(begun), kept, exact=not why_not)
+    found = [*_other_commits(starts, here), *check_records(run, config, max(begun), kept, exact=not why_not)]
     try:
         validation_losses = catalogue.read_validation_losses(path / "checkpoints")
     except DataError as error:
@@ -160,39 +159,35 @@ def _other_machine(facts: Mapping[str, Any], here: Mapping[str, Any]) -> list[st
     return found
 
 
-def _other_commits(starts: Sequence[Mapping[str, Any]], here: Mapping[str, Any]) -> list[Finding]:
-    found, now = [], here.get("git_commit")
+def _other_commits(starts: Sequence[Mapping[str, Any]], here: Mapping[str, Any]) -> Iterator[Finding]:
+    now = here.get("git_commit")
     for commit in dict.fromkeys(start.get("git_commit") for start in starts):
         if None not in (commit, now) and commit != now:
             says = f"run.json says that commit {commit} trained, this is {now}"
             says += " (+: with changes that are not committed)" if "+" in f"{commit}{now}" else ""
-            found.append(Finding("run.json", says, None, "git_commit", commit, now))
-    return found
+            yield Finding("run.json", says, None, "git_commit", commit, now)
 
 
-def _unknown(run: Run, here: Mapping[str, Any]) -> list[str]:
+def _unknown(run: Run, here: Mapping[str, Any]) -> Iterator[str]:
     """Notes on facts that run.json does not say."""
-    notes, commit = [], run.facts.get("git_commit")
+    commit = run.facts.get("git_commit")
     if commit is None or here.get("git_commit") is None:
-        notes.append("the commit of the run, or of this code, is not known")
+        yield "the commit of the run, or of this code, is not known"
     elif commit.endswith("+"):
-        notes.append(f"commit {commit[:12]} had changes that were not committed: no name says which")
+        yield f"commit {commit[:12]} had changes that were not committed: no name says which"
     if unknown := [name for name in (*OF_THE_MACHINE, "threads") if name not in run.facts]:
-        notes.append(f"run.json does not say {', '.join(unknown)}: taken as here")
-    return notes
+        yield f"run.json does not say {', '.join(unknown)}: taken as here"
 
 
-def _not_reached(run: Run, trained: Sequence[Window], checkpoints: Sequence[int]) -> list[str]:
+def _not_reached(run: Run, trained: Sequence[Window], checkpoints: Sequence[int]) -> Iterator[str]:
     """Notes on files that no window and no sum has checked."""
-    notes = []
     reached = {x.start for x in trained} | {x.end for x in trained if x.checkpoint}
     if alone := [f"step_{step:08d}" for step in checkpoints if step not in reached]:
-        notes.append(f"no window begins at the weights of {', '.join(alone)}, or compared them at its end")
+        yield f"no window begins at the weights of {', '.join(alone)}, or compared them at its end"
     if run.evals and not any((run.path / "evals").glob("step_*.npz")):
-        notes.append("the run has no evals/: the losses of single rows were compared with nothing")
+        yield "the run has no evals/: the losses of single rows were compared with nothing"
     if run.end is not None and run.end["code"] == DIVERGED and run.end["step"] not in {x.end for x in trained}:
-        notes.append(f"exit.json says that the run diverged at step {run.end['step']}, where no window ends")
-    return notes
+        yield f"exit.json says that the run diverged at step {run.end['step']}, where no window ends"
 
 
 @dataclass

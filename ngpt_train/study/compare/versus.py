@@ -79,10 +79,10 @@ def _why_no_loss(arm: Arm, budget: int) -> str:
 
 def _in_all_units(
     ratio: Ratio, costs: Mapping[tuple[str, str | None], Cost], confidence: float, notes: Sequence[str]
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """The ratio by tokens, FLOPs and seconds. Step times measured in turn are preferred to the runs' own clocks, which
     then stand in the note."""
-    entries, own = [], costs.get(("seconds", OWN))
+    own = costs.get(("seconds", OWN))
     for (unit, clock), cost in costs.items():
         if clock == OWN and ("seconds", MEASURED) in costs:
             continue
@@ -92,8 +92,7 @@ def _in_all_units(
         ends = {"estimate": found.estimate, "low": found.low, "high": found.high}
         note = "; ".join(filter(None, [*notes, found.note, beside])) or None
         how = {"confidence": confidence, "extrapolated": found.extrapolated, "unit": unit, "clock": clock}
-        entries.append({**ends, **how, "note": note})
-    return entries
+        yield {**ends, **how, "note": note}
 
 
 def _within_schedule(arm: Arm, baseline: Arm, metric: str, confidence: float) -> dict[int, Ratio]:
