@@ -72,9 +72,7 @@ MEANING = {
 PLACES_OF_TEXT = {"data.path", "data.val_files", "tokenizer.path"}
 PLACES_OF_ROWS = {"eval.rows", "eval.tokens", "eval.budget", "eval.contexts"}
 # Keys that follow the budget, in which the runs of an arm may differ.
-OF_THE_BUDGET = {
-    *("train.steps", "schedule.warmup_steps", "schedule.warmup_tokens", "model.psi_warmup_steps", "optim.lr"),
-}
+OF_THE_BUDGET = {"train.steps", "schedule.warmup_steps", "schedule.warmup_tokens", "model.psi_warmup_steps", "optim.lr"}
 OF_A_STEP = {"train.batch_rows", "train.batch_tokens", "model.context"}  # which train.steps and a warm-up follow
 SIZES = ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_mlp", "vocab_size", "context")
 # Options without an effect on parameters and FLOPs.
