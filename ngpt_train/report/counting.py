@@ -121,13 +121,7 @@ FEW = 2  # blocks of a kind in the model that is counted
 
 
 def count_pass(
-    shape: ModelConfig,
-    dtype: torch.dtype,
-    rows: int,
-    recompute: str,
-    on_gpu: bool,
-    kernels: bool,
-    new_gradients: bool = False,
+    shape: ModelConfig, dtype: torch.dtype, rows: int, recompute: str, on_gpu: bool, kernels: bool, new_gradients: bool
 ) -> Pass:
     """The memory of an uncompiled pass over `rows` rows, training, with products in `dtype`.
 

@@ -238,9 +238,7 @@ def activation_items(found: Activations, kept: int, passing: int) -> list[Memory
     ]
 
 
-def of_compiled_blocks(
-    config: Config, model: Decoder, layout: Layout, new_gradients: bool = False
-) -> tuple[float, float, str]:
+def of_compiled_blocks(config: Config, model: Decoder, layout: Layout, new_gradients: bool) -> tuple[float, float, str]:
     """Bytes kept by compiled blocks, new bytes of the backward pass, a formula for the first; as `activations_of`."""
     shape, dtype, recompute = config.model, layout.dtype, config.train.activation_checkpointing
     counted = count_products(shape, dtype, layout.micro_rows)

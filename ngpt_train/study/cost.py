@@ -17,7 +17,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.launcher import end_with_parent
 from ngpt_train.observe.console import format_count
 from ngpt_train.study.definition import LR, Study
-from ngpt_train.study.points import DONE, Point, Result, Runs
+from ngpt_train.study.points import DONE, Point, Result, Results, Runs
 from ngpt_train.study.search import next_points, phases
 
 MEASURE_SECONDS = 300.0  # for all arms; arms not timed by then have no hours
@@ -51,7 +51,7 @@ class Cost:
     hours: float | None  # of one run
 
 
-def costs(study: Study, runs: Runs, sizes: Mapping[str, ArmSize], near: Mapping[Point, Result]) -> list[Cost]:
+def costs(study: Study, runs: Runs, sizes: Mapping[str, ArmSize], near: Results) -> list[Cost]:
     """The lines of the table. Rehearsals with made-up losses count the runs: `near`, and one far from the optimum."""
     rehearsals = (near, rehearsal(study, runs, far=True))
     expected, most = (Counter((point.arm, point.budget) for point in made) for made in rehearsals)
@@ -83,7 +83,7 @@ def rehearsal(study: Study, runs: Runs, far: bool = False) -> dict[Point, Result
     return results
 
 
-def cost_of_phases(study: Study, runs: Runs, near: Mapping[Point, Result]) -> str:
+def cost_of_phases(study: Study, runs: Runs, near: Results) -> str:
     """The phases of each arm at the first budget, if no key gains; empty without further keys. near: a rehearsal."""
     budget = study.search_order[0]
     found = phases(study, runs.start, runs.grids, near)

@@ -1,7 +1,7 @@
 """The points of a study, each a run: its arguments and config, its result, and equal runs of other studies."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -72,6 +72,9 @@ class Result:
     @property
     def is_final(self) -> bool:
         return self.state in (DONE, FAILED)
+
+
+Results = Mapping[Point, Result]
 
 
 class Runs:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ngpt_train.observe.console import Clock, PlainConsole, format_count, format_seconds
 from ngpt_train.study.definition import Study, text_of
-from ngpt_train.study.points import FAILED, Point, Result
+from ngpt_train.study.points import FAILED, Point, Results
 from ngpt_train.study.tuning import Trials, best_values
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class TimeLeft:
         self._began: dict[Point, float] = {}
         self._seconds = self._done = 0.0  # seconds and work of the runs that began and ended since this start
 
-    def update(self, results: Mapping[Point, Result], running: Sequence[Point], now: float) -> None:
+    def update(self, results: Results, running: Sequence[Point], now: float) -> None:
         self._start = now if self._start is None else self._start
         for point in running:
             self._began.setdefault(point, now)
@@ -46,9 +46,7 @@ class TimeLeft:
                 self._seconds += now - began
                 self._done += self._work[point.arm, point.budget]
 
-    def seconds(
-        self, results: Mapping[Point, Result], running: Sequence[Point], waiting: Sequence[Point], now: float
-    ) -> float | None:
+    def seconds(self, results: Results, running: Sequence[Point], waiting: Sequence[Point], now: float) -> float | None:
         """None if unknown. Expects the runs of an arm and budget in the table of costs, or more if more are wanted."""
         known = all((point.arm, point.budget) in self._work for point in [*running, *waiting])
         if not known or not (self._done or self._by_table):
@@ -88,7 +86,7 @@ class ProgressLines:
     def __exit__(self, *error: object) -> None:
         self._print()
 
-    def update(self, results: Mapping[Point, Result], running: Sequence[Point], waiting: Sequence[Point]) -> None:
+    def update(self, results: Results, running: Sequence[Point], waiting: Sequence[Point]) -> None:
         now = time.monotonic()
         self._left.update(results, running, now)
         self._time_left = self._left.seconds(results, running, waiting, now) if running or waiting else None
@@ -119,9 +117,7 @@ class ProgressLines:
         return f"{self._counts}, some {format_seconds(max(0.0, self._time_left))} left"
 
 
-def summary(
-    results: Mapping[Point, Result], running: Sequence[Point], waiting: Sequence[Point], n_expected: int
-) -> str:
+def summary(results: Results, running: Sequence[Point], waiting: Sequence[Point], n_expected: int) -> str:
     """`14 of some 40 runs done, 1 failed, 2 running, 3 waiting`. Losses of the waiting decide which runs come later."""
     n_failed = sum(result.state == FAILED for result in results.values())
     n_expected = max(n_expected, len(results) + len(running) + len(waiting))
@@ -130,7 +126,7 @@ def summary(
     return ", ".join([*words, f"{len(running)} running", f"{len(waiting)} waiting"])
 
 
-def best_so_far(study: Study, arm: str, results: Mapping[Point, Result]) -> str:
+def best_so_far(study: Study, arm: str, results: Results) -> str:
     """`loss 3.4312 at 819k tokens with lr=0.002 (2 of 3 seeds)`, at the largest budget with a loss."""
     for budget in reversed(study.budgets):
         trials: Trials = {}

@@ -3,7 +3,7 @@
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from operator import attrgetter
@@ -22,21 +22,16 @@ from ngpt_train.study.descent import write_phases
 from ngpt_train.study.engines import Ended, Engine, Job
 from ngpt_train.study.engines.local import local_engine, usable_cores, usable_gpus
 from ngpt_train.study.engines.slurm import slurm_engine
-from ngpt_train.study.points import FAILED, FAILURES, Point, Result, Runs, differences, failure_record
+from ngpt_train.study.points import FAILED, FAILURES, Point, Result, Results, Runs, differences, failure_record
 from ngpt_train.study.progress_lines import ProgressLines
 from ngpt_train.study.search import next_points, phases
 from ngpt_train.study.tuning import sorted_values
 
 LOOK_SECONDS = 0.5
+Then = Callable[[Config, Study, Results], int]  # what follows once the runs are made; returns the exit code
 
 
-def make(
-    verb: str,
-    config: Config,
-    overrides: Sequence[str],
-    options: Sequence[str],
-    then: Callable[[Config, Study, Mapping[Point, Result]], int],
-) -> int:
+def make(verb: str, config: Config, overrides: Sequence[str], options: Sequence[str], then: Then) -> int:
     """Makes the runs of the study, and returns what `then` returns of them while nobody else can write to the study; 0
     for a dry run, and where it was interrupted. verb: `study` or `transfer`. options: of its runs too, such as
     --config-dir DIR.
@@ -90,7 +85,7 @@ def make(
             lock.release()
 
 
-def ended(study: Study, results: Mapping[Point, Result]) -> tuple[list[Result], int]:
+def ended(study: Study, results: Results) -> tuple[list[Result], int]:
     """Says which runs have failed; these, and the exit code: 1 where one has crashed too often."""
     failed = [result for result in results.values() if result.state == FAILED]
     for result in failed:

@@ -23,6 +23,7 @@ from ngpt_train.config.sections.studies import AuditConfig
 from ngpt_train.config.stored import read_yaml, write_yaml
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json, write_json
+from ngpt_train.core.recorded import Record
 from ngpt_train.study.audit.certificate import FORMAT, METRICS, Finding, contradiction, sums_of
 from ngpt_train.study.audit.record_checks import check_checkpoint, check_records, last_step
 from ngpt_train.study.compare.runs import Run, read_rows, read_run
@@ -286,15 +287,13 @@ class Window:
             says = f"exit.json says that the run diverged at step {end}, training again does not"
             self.found.append(Finding("exit.json", says, end, "code", DIVERGED, 0))
 
-    def _evals(self, run: Run) -> dict[int, dict[str, Any]]:
+    def _evals(self, run: Run) -> dict[int, Record]:
         """The validations in the window. With eval.budget a validation at the end of a training has other rows."""
         fewer = self.config.eval.budget is not None and self.end < self.config.train.steps
         last = self.end - 1 if fewer else self.end
         return {record["step"]: record for record in run.evals if self.start <= record["step"] <= last}
 
-    def _compare_records(
-        self, kind: str, then: Mapping[int, Mapping[str, Any]], now: Mapping[int, Mapping[str, Any]]
-    ) -> int:
+    def _compare_records(self, kind: str, then: Mapping[int, Record], now: Mapping[int, Record]) -> int:
         """Compares the records of a kind by step; returns the number of compared pairs."""
         for step in sorted(now.keys() - then.keys()):
             self.found.append(Finding(METRICS, f"there is no {kind} record of step {step}", step))

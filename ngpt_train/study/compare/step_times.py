@@ -137,10 +137,11 @@ def flops(arm: Sequence[Run], baseline: Sequence[Run]) -> Cost | None:
     return Cost(statistics.fmean(found[0]) / statistics.fmean(found[1])) if found[0] and found[1] else None
 
 
-def costs_between(
-    arm: str, baseline: str, runs: Mapping[str, Sequence[Run]], step_times: Times
-) -> dict[tuple[str, str | None], Cost]:
-    """The known costs by unit and clock. runs: by the name of the arm."""
+Costs = dict[tuple[str, str | None], Cost]  # by unit and clock
+
+
+def costs_between(arm: str, baseline: str, runs: Mapping[str, Sequence[Run]], step_times: Times) -> Costs:
+    """The known costs. runs: by the name of the arm."""
     found = {
         ("tokens", None): Cost(1.0),
         ("flops", None): flops(runs[arm], runs[baseline]),

@@ -12,7 +12,7 @@ from ngpt_train.study.compare.intervals import Difference, detectable, differenc
 from ngpt_train.study.compare.noise import Noise, Pair
 from ngpt_train.study.compare.phrases import BY_OWN_CLOCKS, MEASURED, OWN, OWN_NOISE
 from ngpt_train.study.compare.runs import Run
-from ngpt_train.study.compare.step_times import Cost, Times, costs_between, in_units
+from ngpt_train.study.compare.step_times import Costs, Times, costs_between, in_units
 from ngpt_train.study.compare.trials import Arm, pair_of
 
 ONE_SEED = "one seed: the interval is without the noise between seeds"
@@ -77,9 +77,7 @@ def _why_no_loss(arm: Arm, budget: int) -> str:
     return f"{arm.name} has no loss at {budget:,} tokens, and is not compared there: {why}."
 
 
-def _in_all_units(
-    ratio: Ratio, costs: Mapping[tuple[str, str | None], Cost], confidence: float, notes: Sequence[str]
-) -> Iterator[dict[str, Any]]:
+def _in_all_units(ratio: Ratio, costs: Costs, confidence: float, notes: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The ratio by tokens, FLOPs and seconds. Step times measured in turn are preferred to the runs' own clocks, which
     then stand in the note."""
     own = costs.get(("seconds", OWN))
@@ -106,15 +104,13 @@ def _within_schedule(arm: Arm, baseline: Arm, metric: str, confidence: float) ->
     return within_schedule(logs, confidence) if logs else {}
 
 
-def verdict(
-    arm_state: str, baseline_state: str, found: Difference | None, at_compared: Difference | None = None
-) -> str:
-    """The verdict at equal tokens, from the largest budget of both arms.
+def verdict(arm: str, baseline: str, found: Difference | None, at_compared: Difference | None = None) -> str:
+    """The verdict at equal tokens, from the largest budget of both arms. arm, baseline: their states.
 
     untuned: the best value of one is at the edge of the tried values, or only one of the two was tuned. divergence: a
     difference is resolved, but values at which a seed diverges may be its only reason. at_compared: the difference as
     if there were none."""
-    states = {arm_state, baseline_state}
+    states = {arm, baseline}
     if "edge" in states or len(states) > 1:
         return "untuned"
     if found is None or not found.is_resolved:
