@@ -41,11 +41,9 @@ def launch_line(config: Config, overrides: Sequence[str], options: Sequence[str]
         return f"torchrun --standalone --nproc-per-node {ranks} -m ngpt_train train {arguments}".rstrip()
     if ranks % per_host:
         less = ranks - ranks % per_host
-        problem = (
-            f"plan.world_size={ranks}: is no multiple of plan.ranks_per_host={per_host}, and each host has as many"
-        )
+        problem = f"plan.world_size={ranks}: is no multiple of plan.ranks_per_host={per_host}"
         fix = f"Plan for {less} or {less + per_host} ranks, or set plan.ranks_per_host to a divisor."
-        raise ConfigError(f"{problem} ranks. {fix}")
+        raise ConfigError(f"{problem}, and each host has as many ranks. {fix}")
     hosts = ranks // per_host
     where = f"--nodes={hosts} --gpus-per-node={per_host}"
     run = "".join(f" {key}=..." for key in ("run.root", "run.name") if f"{key}=" not in arguments)
