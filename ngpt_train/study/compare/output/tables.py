@@ -301,9 +301,8 @@ def costs(report: Report) -> Table:
         rows.append([c["arm"], *counts, number(c["memory_gb"], None, 3), *times])
     names = ["Parameters", "FLOPs per token", "Peak memory (GB)", "Step time (ms)", "Clock"]
     columns = [("Arm", ARM), *((name, NUMBER) for name in names)]
-    note = (
-        "Peak memory is of a GPU's tensors; on a CPU it is of the whole process, the preparation of its data included."
-    )
+    note = "Peak memory is of a GPU's tensors; on a CPU it is of the whole process,"
+    note += " the preparation of its data included."
     return Table("costs", "Memory and step time", columns, rows, note, "No costs are known.")
 
 
@@ -324,10 +323,8 @@ def referee(report: Report) -> Table:
         note = "; ".join(filter(None, [wording.size_text(entry["size"]), entry["note"]])) or DASH
         rows.append([words[entry["kind"]], ", ".join(keys), values, note])
     columns = [("Kind", VERDICT), ("What differs", CODE), ("Values", TEXT), ("Size, note", TEXT)]
-    note = (
-        "Every way in which two arms differ: the thing under test, what follows from it, and confounds, which may be "
-    )
-    note += "the true cause of a difference."
+    note = "Every way in which two arms differ: the thing under test, what follows from it, and confounds,"
+    note += " which may be the true cause of a difference."
     return Table("referee", "What differs between the arms", columns, rows, note, "The arms differ in nothing.")
 
 
