@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.validate import mistake, show
 from ngpt_train.study.compare.compared_keys import HARDWARE, OF_THE_BUDGET, covers, identity, is_harmless
-from ngpt_train.study.compare.runs import Run
+from ngpt_train.study.compare.runs import Arms, Run
 from ngpt_train.study.definition import LR, check_arm
 from ngpt_train.study.tuning import Values
 
@@ -22,13 +22,12 @@ _OF_A_STUDY = re.compile(r"(?P<arm>.+)-\d+(-.+)?-seed\d+(-[0-9a-f]{12})?")  # th
 _SIZES = re.compile(r"-d\d+-L\d+$")  # of an arm's name, by `transfer`
 _NUMBER = re.compile(r"[-_.]?(seed|s|lr)?[-_.]?\d[\d.]*(e[-+]?\d+)?", re.IGNORECASE)
 
-Arms = dict[str, list[Run]]
 T = TypeVar("T")
 
 
 def named_arms(runs: Sequence[Run], patterns: Sequence[str]) -> tuple[Arms, list[Run]]:
     """The arms of compare.arms, NAME:PATTERN each, and the runs in none of them. Raises ConfigError."""
-    arms: Arms = {}
+    arms: dict[str, list[Run]] = {}
     taken: dict[Path, str] = {}
     for item in patterns:
         name, colon, pattern = item.partition(":")

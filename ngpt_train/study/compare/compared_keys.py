@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -18,7 +18,7 @@ from ngpt_train.config.schema import build, schema_keys
 from ngpt_train.config.stored import to_dict
 from ngpt_train.config.validate import flatten
 from ngpt_train.core.errors import ConfigError
-from ngpt_train.study.compare.runs import Run, common_budgets
+from ngpt_train.study.compare.runs import Arms, Run, common_budgets
 
 # Sections and keys which the referee ignores, each with its reason. It compares all others.
 HARMLESS = {
@@ -192,9 +192,6 @@ def _recipe(
                 found = dict(flatten(to_dict(load_config([*given, *more])), TABLES))
                 return found | dict.fromkeys(unknown, UNKNOWN)
     return None
-
-
-Arms = Mapping[str, Sequence[Run]]
 
 
 class Seen:

@@ -14,7 +14,7 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json, write_atomically, write_json
 from ngpt_train.core.recorded import compared
 from ngpt_train.core.secrets import redacted
-from ngpt_train.study.compare.arms import Arms, choose_baseline, found_arms, named_arms
+from ngpt_train.study.compare.arms import choose_baseline, found_arms, named_arms
 from ngpt_train.study.compare.compared_keys import (
     Absent,
     brought,
@@ -27,7 +27,7 @@ from ngpt_train.study.compare.compared_keys import (
 from ngpt_train.study.compare.given_runs import Gathered, check_comparable
 from ngpt_train.study.compare.interactions import interactions
 from ngpt_train.study.compare.referee import examine, looked_at
-from ngpt_train.study.compare.runs import Run, common_budgets
+from ngpt_train.study.compare.runs import Arms, Run, common_budgets
 from ngpt_train.study.compare.step_times import STEP_TIMES, Times, costs_of
 from ngpt_train.study.compare.trials import Arm, Trial, failure, read_arm, unfinished
 from ngpt_train.study.compare.versus import versus
@@ -125,18 +125,19 @@ def choose_arms(given: Gathered, patterns: Sequence[str] = ()) -> tuple[Arms, li
     The arms are the study's, else those of `patterns` (compare.arms), else groups of runs with equal configs. Raises
     ConfigError for a mistake in the patterns, DataError if no run has ended.
     """
-    said: list[str] = []
-    runs, arms, tuned = given.runs, given.arms, given.tuned
+    runs, tuned = given.runs, given.tuned
     chosen = [LR] if tuned is None else sorted(tuned)
-    ended = {run.path for run in runs if unfinished(run) is None}
-    said += [f"{run.path} is left out: {why}" for run in runs if (why := unfinished(run))]
+    reasons = {run.path: unfinished(run) for run in runs}
+    ended = {path for path, why in reasons.items() if why is None}
+    said = [f"{path} is left out: {why}" for path, why in reasons.items() if why]
     for run in [run for run in runs if run.damaged]:
         lines = f"{run.damaged} line is" if run.damaged == 1 else f"{run.damaged} lines are"
         said.append(f"{run.path / 'metrics.jsonl'}: {lines} cut or damaged, and skipped")
     if not any(failure(run) is None for run in runs if run.path in ended):
         raise DataError("compare: no run has reached the end of its schedule and was validated there")
-    if arms is not None:
-        found = {name: list(of_arm) for name, of_arm in arms.items()}
+    found: Arms
+    if given.arms is not None:
+        found = given.arms
     elif patterns:
         found, others = named_arms(runs, patterns)
         said += [f"{run.path} is left out: compare.arms names it in no arm" for run in others]

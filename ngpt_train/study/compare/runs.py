@@ -308,7 +308,10 @@ def contradicted(run: Run, record: Mapping[str, Any]) -> Iterator[tuple[str, Any
             yield f"{name}{of}", old, new, says
 
 
-def common_budgets(arms: Mapping[str, Sequence[Run]]) -> dict[Path, int]:
+Arms = Mapping[str, Sequence[Run]]  # by name
+
+
+def common_budgets(arms: Arms) -> dict[Path, int]:
     """The budget of each run in tokens. Budgets that differ by the rounding to whole steps become equal."""
     budgets = {run.path: run.budget for runs in arms.values() for run in runs}
     found: dict[Path, int] = {}

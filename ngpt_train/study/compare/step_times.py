@@ -21,7 +21,7 @@ from ngpt_train.core.recorded import ABOVE_0, LIST, TABLE, TEXT, checked
 from ngpt_train.study.compare.equal_loss import Ratio
 from ngpt_train.study.compare.noise import t_quantile
 from ngpt_train.study.compare.phrases import MEASURED, OWN
-from ngpt_train.study.compare.runs import Run
+from ngpt_train.study.compare.runs import Arms, Run
 
 STEP_TIMES = "step_times.json"  # in the directory of a report
 ROUNDS = 10
@@ -140,7 +140,7 @@ def flops(arm: Sequence[Run], baseline: Sequence[Run]) -> Cost | None:
 Costs = dict[tuple[str, str | None], Cost]  # by unit and clock
 
 
-def costs_between(arm: str, baseline: str, runs: Mapping[str, Sequence[Run]], step_times: Times) -> Costs:
+def costs_between(arm: str, baseline: str, runs: Arms, step_times: Times) -> Costs:
     """The known costs. runs: by the name of the arm."""
     found = {
         ("tokens", None): Cost(1.0),

@@ -11,16 +11,14 @@ from ngpt_train.study.compare.equal_loss import Ratio, annealed_ratio, log_ratio
 from ngpt_train.study.compare.intervals import Difference, detectable, difference_at, needed
 from ngpt_train.study.compare.noise import Noise, Pair
 from ngpt_train.study.compare.phrases import BY_OWN_CLOCKS, MEASURED, OWN, OWN_NOISE
-from ngpt_train.study.compare.runs import Run
+from ngpt_train.study.compare.runs import Arms
 from ngpt_train.study.compare.step_times import Costs, Times, costs_between, in_units
 from ngpt_train.study.compare.trials import Arm, pair_of
 
 ONE_SEED = "one seed: the interval is without the noise between seeds"
 
 
-def versus(
-    arm: Arm, baseline: Arm, runs: Mapping[str, Sequence[Run]], metric: str, confidence: float, step_times: Times
-) -> dict[str, Any]:
+def versus(arm: Arm, baseline: Arm, runs: Arms, metric: str, confidence: float, step_times: Times) -> dict[str, Any]:
     """The arm's `verdict`, `differences`, `speedups` and `trends` (one at most) in report.json, and `notes`. runs: of
     each arm, by its name, those whose cost counts."""
     pair, notes = pair_of(arm, baseline, metric)
