@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.core.errors import DataError
-from ngpt_train.study.compare.compared_keys import is_harmless, value_of
+from ngpt_train.study.compare.compared_keys import value_of
 from ngpt_train.study.compare.runs import Run, contradicted, n_bytes, read_run
 from ngpt_train.study.definition import FILE, Study, name_of, read_stored
 from ngpt_train.study.descent import read_phases
@@ -152,10 +152,10 @@ def _why_not(one: Run, other: Run) -> str:
 
 def _other_text(one: Run, other: Run) -> str:
     """The keys of the text that differ in two configs; empty if none does."""
-    keys = [key for key in {**one.config, **other.config} if key.startswith("data.") and not is_harmless(key)]
     text = ("kind", "path", "repo", "revision", "split", "files", "mixture", "text_field", "val_fraction", "val_files")
-    differing = [key for key in keys if key.removeprefix("data.") in text]
-    return ", ".join(key for key in differing if value_of(one.config, key) != value_of(other.config, key))
+    of_data = [key for key in {**one.config, **other.config} if key.startswith("data.")]
+    keys = [key for key in of_data if key.removeprefix("data.") in text]
+    return ", ".join(key for key in keys if value_of(one.config, key) != value_of(other.config, key))
 
 
 def _other_tokenizer(one: Run, other: Run) -> bool:

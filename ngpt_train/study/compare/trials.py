@@ -4,7 +4,7 @@ diverges."""
 
 import math
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,12 +104,11 @@ def failure(run: Run) -> str | None:
 
 
 def read_arm(
-    name: str, runs: Iterable[Run], budgets: Mapping[Path, int], tuned: Collection[str], metric: str, confidence: float
+    name: str, runs: Sequence[Run], budgets: Mapping[Path, int], tuned: Collection[str], metric: str, confidence: float
 ) -> Arm:
     """The arm of finished runs. Of two runs with equal budget, values and seed the first counts."""
     trials: dict[tuple[int, Values, int], Trial] = {}
     notes = []
-    runs = list(runs)
     tuned = [key for key in tuned if key == LR or any(key in run.config for run in runs)]
     for run in runs:
         budget, values, seed = budgets[run.path], values_of(run, tuned), run.seed
