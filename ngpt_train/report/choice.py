@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import torch
 
@@ -17,16 +18,14 @@ from ngpt_train.models.decoder import Decoder
 from ngpt_train.report.memory import Layout, memory_per_rank
 from ngpt_train.training.feed import divisors, resolve_micro_rows
 
-RECOMPUTATIONS = ("none", "selective", "full")
-# The arguments for the layout.
-LAYOUT_KEYS = {"parallel", "parallel.kind", "parallel.shard"}
+RECOMPUTATIONS = ["none", "selective", "full"]
+LAYOUT_KEYS = {"parallel", "parallel.kind", "parallel.shard"}  # arguments for the layout
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Choice:
-    """config: the given config with the choice filled in. overrides: the choice as arguments. predicted, limit: bytes
-    of a rank."""
+    """config: the given one with the choice. overrides: the choice as arguments. predicted, limit: bytes of a rank."""
 
     config: Config
     overrides: list[str]
@@ -55,9 +54,11 @@ def choose(config: Config, overrides: Sequence[str] = ()) -> Choice:
     with torch.device("meta"):
         model = build_model(config.model)
     given = {one.partition("=")[0].strip() for one in overrides}
-    smallest: tuple[int, Config] | None = None
+    least: list[tuple[int, Config]] = []
     for candidate in _recomputations_and_layouts(config, given):
-        rows = _micro_rows(candidate, given)
+        rows = [planned_layout(candidate).micro_rows]  # raises ConfigError where ranks cannot share the rows
+        if "train.micro_rows" not in given:
+            rows = divisors(config.train.rows_per_step // config.plan.world_size)
         predict = partial(_predicted, candidate, model)
         # With a single micro batch gradients take less, so the most rows may fit where fewer do not.
         all_fit = predict(rows[-1]) <= limit
@@ -65,11 +66,8 @@ def choose(config: Config, overrides: Sequence[str] = ()) -> Choice:
         if fitting:
             chosen = _with_rows(candidate, fitting[-1])
             return Choice(chosen, _as_arguments(chosen, given), predict(fitting[-1]), limit)
-        least = predict(rows[0])
-        if smallest is None or least < smallest[0]:
-            smallest = least, _with_rows(candidate, rows[0])
-    assert smallest is not None
-    needed, with_least = smallest
+        least.append((predict(rows[0]), _with_rows(candidate, rows[0])))
+    needed, with_least = min(least, key=lambda one: one[0])
     raise ConfigError(
         f"plan.device={device}: nothing fits on {config.plan.world_size} of them: the smallest, "
         f"{' '.join(_as_arguments(with_least))}, needs {needed / GIB:.1f} GiB a rank, and "
@@ -79,11 +77,9 @@ def choose(config: Config, overrides: Sequence[str] = ()) -> Choice:
 
 
 def planned_layout(config: Config) -> Layout:
-    """The layout of a rank of plan.world_size, on GPUs unless train.device=cpu. Raises ConfigError if the config does
-    not fit so many ranks."""
-    world_size, rows = config.plan.world_size, config.train.rows_per_step
+    """The layout of a rank of plan.world_size, on GPUs unless train.device=cpu. Raises ConfigError if none fits."""
+    world_size, device = config.plan.world_size, "cpu" if config.train.device == "cpu" else "cuda"
     micro_rows = resolve_micro_rows(config, world_size)
-    device = "cpu" if config.train.device == "cpu" else "cuda"
     ranks_per_host = min(world_size, config.plan.ranks_per_host)
     kind = resolve_kind(config.parallel.kind, world_size, device, ranks_per_host)
     return Layout(
@@ -92,7 +88,7 @@ def planned_layout(config: Config) -> Layout:
         dtype=resolve_precision(config.train.precision, device),
         compiled=resolve_compile(config.train.compile, device),
         micro_rows=micro_rows,
-        micro_batches=rows // (micro_rows * world_size),
+        micro_batches=config.train.rows_per_step // (micro_rows * world_size),
         fused_adam=(config.kernels.kind == "triton" or (config.kernels.kind == AUTO and device == "cuda"))
         and config.optim.gate_power is None,
         on_gpu=device == "cuda",
@@ -102,28 +98,18 @@ def planned_layout(config: Config) -> Layout:
 def _recomputations_and_layouts(config: Config, given: set[str]) -> Iterator[Config]:
     """The config with each possible recomputation and layout, in the order of preference."""
     of_shards = "hsdp" if 1 < config.plan.ranks_per_host < config.plan.world_size else "fsdp"
-    recomputations: tuple[str, ...] = RECOMPUTATIONS
-    kinds: tuple[str, ...] = ("ddp", of_shards)
+    recomputations, kinds = RECOMPUTATIONS, ["ddp", of_shards]
     if "train.activation_checkpointing" in given:
-        recomputations = (config.train.activation_checkpointing,)
+        recomputations = [config.train.activation_checkpointing]
     if given & LAYOUT_KEYS:
-        kinds = (config.parallel.kind,)
+        kinds = [config.parallel.kind]
     elif config.plan.world_size == 1:
-        kinds = ("single",)
+        kinds = ["single"]
     elif config.parallel.gather != "pass" or config.parallel.scatter != "micro_batch":
-        kinds = (of_shards,)  # these keys are for shards
-    for recompute in recomputations:
-        for kind in kinds:
-            train = replace(config.train, activation_checkpointing=recompute)
-            yield replace(config, train=train, parallel=replace(config.parallel, kind=kind))
-
-
-def _micro_rows(config: Config, given: set[str]) -> list[int]:
-    """The possible numbers of micro rows, ascending. Raises ConfigError where ranks cannot share the rows."""
-    one = planned_layout(config).micro_rows
-    if "train.micro_rows" in given:
-        return [one]
-    return divisors(config.train.rows_per_step // config.plan.world_size)
+        kinds = [of_shards]  # these keys are for shards
+    for recompute, kind in product(recomputations, kinds):
+        train = replace(config.train, activation_checkpointing=recompute)
+        yield replace(config, train=train, parallel=replace(config.parallel, kind=kind))
 
 
 def _with_rows(config: Config, micro_rows: int) -> Config:
@@ -138,10 +124,6 @@ def _predicted(config: Config, model: Decoder, micro_rows: int) -> int:
 
 def _as_arguments(config: Config, given: Set[str] = frozenset()) -> list[str]:
     """The choice as arguments, without the user's own."""
-    chosen = {
-        "train.micro_rows": config.train.micro_rows,
-        "train.activation_checkpointing": config.train.activation_checkpointing,
-        "parallel": config.parallel.kind,
-    }
-    kept = given | ({"parallel"} if given & LAYOUT_KEYS else set())
-    return [f"{name}={value}" for name, value in chosen.items() if name not in kept]
+    chosen = {f"train.{name}": getattr(config.train, name) for name in ("micro_rows", "activation_checkpointing")}
+    chosen |= {} if given & LAYOUT_KEYS else {"parallel": config.parallel.kind}
+    return [f"{name}={value}" for name, value in chosen.items() if name not in given]

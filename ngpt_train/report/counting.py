@@ -23,10 +23,7 @@ from ngpt_train.models.rank_rows import local_rows
 
 
 class MemoryCounter(TorchDispatchMode):
-    """Bytes of all tensors made inside and still held: `now`, and their peak so far, `peak`.
-
-    It does not see the memory inside an operator while it runs, such as scratch space.
-    """
+    """Bytes of tensors made inside and still held, `now`, and their `peak`; not what an operator needs as it runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,13 +121,7 @@ FEW = 2  # blocks of a kind in the model that is counted
 
 
 def count_pass(
-    shape: ModelConfig,
-    dtype: torch.dtype,
-    rows: int,
-    recompute: str,
-    on_gpu: bool,
-    kernels: bool,
-    new_gradients: bool = False,
+    shape: ModelConfig, dtype: torch.dtype, rows: int, recompute: str, on_gpu: bool, kernels: bool, new_gradients: bool
 ) -> Pass:
     """The memory of an uncompiled pass over `rows` rows, training, with products in `dtype`.
 
@@ -231,8 +222,7 @@ def fake() -> Iterator[None]:
 
 
 def prepared(shape: ModelConfig, dtype: torch.dtype, rows: int) -> tuple[Decoder, list[Tensor], dict[str, Tensor]]:
-    """The model, and tokens, targets and seeds for it. The matrices of its blocks are in `dtype`, so that casts do not
-    count as activations."""
+    """The model, and tokens, targets and seeds for it. Its blocks' matrices are in `dtype`, so no casts are counted."""
     model = build_model(shape)
     model.compute_dtype = None if dtype == torch.float32 else dtype
     for block in model.blocks():
@@ -274,11 +264,9 @@ class ProductCounter(TorchDispatchMode):
         """`forward` of a block, counted."""
 
         def run(h: Any, *arguments: Any) -> Any:
-            given = [leaf for leaf in tree_leaves((h, *arguments)) if isinstance(leaf, Tensor)]
+            given = [x for x in tree_leaves((h, *arguments)) if isinstance(x, Tensor) and x.is_floating_point()]
             # The hidden state, and the encoder's result, which all blocks of the decoder read.
-            self.hidden += sum(
-                self._new(leaf) for leaf in given if leaf.is_floating_point() and len(leaf) == self._rows
-            )
+            self.hidden += sum(self._new(leaf) for leaf in given if len(leaf) == self._rows)
             with self:
                 out = forward(h, *arguments)
             self.results -= self._last[1]

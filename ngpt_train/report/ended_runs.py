@@ -99,10 +99,7 @@ BEFORE_ITS_START = (2, 3)
 
 
 def results(jobs: Sequence[Sequence[str]], runs: Sequence[Path], codes: Sequence[int]) -> str:
-    """For each job its last losses, its tokens, its state, and the overrides that differ between jobs.
-
-    runs: the directories of the jobs. codes: the exit codes of the started jobs.
-    """
+    """Each job's last losses, tokens, state and own overrides. runs: their directories. codes: of the started jobs."""
     common = set.intersection(*map(set, jobs))
     lines: list[tuple[str, ...]] = [("job", "training loss", "validation loss", "tokens", "state", "overrides")]
     for number, (job, run) in enumerate(zip(jobs, runs, strict=True)):

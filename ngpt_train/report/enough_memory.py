@@ -1,8 +1,5 @@
-"""Refuses a model that this machine cannot hold, before memory is taken for it.
-
-It counts the least that a step needs: weights, gradients and moments, or the weights alone. `plan` estimates the
-rest.
-"""
+"""Refuses a model that this machine cannot hold, before memory is taken for it: by weights, gradients and moments, or
+weights alone, the least that a step needs. `plan` estimates the rest."""
 
 import os
 from collections.abc import Callable
@@ -38,20 +35,20 @@ def check_state_fits(config: Config, world: World) -> None:
     ranks = 1 if world.device.type == "cuda" else world.local_size
     needed, there = ranks * without_memory(config.model, size), memory_of(world.device)
     if needed > there:
-        raise ConfigError(
-            f"{_sizes(config.model)}: weights, gradients and the optimizer's state take {needed / GIB:,.1f} GiB "
-            f"{_where(world.device, ranks)}, which has {there / GIB:,.1f} GiB. Choose a smaller model, or more ranks "
-            "with parallel=fsdp; `plan` shows the memory of a rank."
-        )
+        names = ("d_model", *depths_of(config.model), "d_mlp", "vocab_size")
+        sizes = ", ".join(f"model.{name}={getattr(config.model, name)}" for name in names)
+        problem = f"{sizes}: weights, gradients and the optimizer's state take {needed / GIB:,.1f} GiB"
+        fix = "Choose a smaller model, or more ranks with parallel=fsdp; `plan` shows the memory of a rank."
+        raise ConfigError(f"{problem} {_where(world.device, ranks)}, which has {there / GIB:,.1f} GiB. {fix}")
 
 
 def check_weights_fit(checkpoint: Path, model: ModelConfig, device: torch.device) -> None:
     """Raises ConfigError if the weights of a checkpoint's model take more than all memory of the device."""
     needed, there = without_memory(model, lambda made: 4 * made.n_params()), memory_of(device)
     if needed > there:
+        where = f"{_where(device, 1)}, which has {there / GIB:,.1f} GiB. Choose a machine with more memory."
         raise ConfigError(
-            f"train.device={device.type}: the weights of {checkpoint} take {needed / GIB:,.1f} GiB "
-            f"{_where(device, 1)}, which has {there / GIB:,.1f} GiB. Choose a machine with more memory."
+            f"train.device={device.type}: the weights of {checkpoint} take {needed / GIB:,.1f} GiB {where}"
         )
 
 
@@ -77,12 +74,6 @@ def without_memory(model: ModelConfig, size: Callable[[Decoder], int]) -> float:
     return of_all_blocks(known, count)[0][0]
 
 
-def _sizes(model: ModelConfig) -> str:
-    sizes = {"d_model": model.d_model, **depths_of(model), "d_mlp": model.d_mlp, "vocab_size": model.vocab_size}
-    return ", ".join(f"model.{name}={value}" for name, value in sizes.items())
-
-
 def _where(device: torch.device, ranks: int) -> str:
-    if device.type == "cuda":
-        return f"on {torch.cuda.get_device_name(device)}"
-    return f"in the memory of this host for its {ranks} ranks" if ranks > 1 else "in the memory of this host"
+    on_host = "in the memory of this host" + f" for its {ranks} ranks" * (ranks > 1)
+    return f"on {torch.cuda.get_device_name(device)}" if device.type == "cuda" else on_host

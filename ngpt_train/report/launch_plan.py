@@ -40,11 +40,10 @@ def launch_line(config: Config, overrides: Sequence[str], options: Sequence[str]
     if ranks <= per_host:
         return f"torchrun --standalone --nproc-per-node {ranks} -m ngpt_train train {arguments}".rstrip()
     if ranks % per_host:
-        raise ConfigError(
-            f"plan.world_size={ranks}: is no multiple of plan.ranks_per_host={per_host}, and each host has as many "
-            f"ranks. Plan for {ranks - ranks % per_host} or {ranks - ranks % per_host + per_host} ranks, or set "
-            "plan.ranks_per_host to a divisor."
-        )
+        less = ranks - ranks % per_host
+        problem = f"plan.world_size={ranks}: is no multiple of plan.ranks_per_host={per_host}"
+        fix = f"Plan for {less} or {less + per_host} ranks, or set plan.ranks_per_host to a divisor."
+        raise ConfigError(f"{problem}, and each host has as many ranks. {fix}")
     hosts = ranks // per_host
     where = f"--nodes={hosts} --gpus-per-node={per_host}"
     run = "".join(f" {key}=..." for key in ("run.root", "run.name") if f"{key}=" not in arguments)
@@ -52,10 +51,8 @@ def launch_line(config: Config, overrides: Sequence[str], options: Sequence[str]
 
 
 def _is_text_chosen(config: Config, arguments: Sequence[str]) -> bool:
-    names = [one.partition("=")[0].strip() for one in arguments]
-    return config.data.kind != "embedded" or any(
-        name in ("data", "experiment") or name.startswith("data.") for name in names
-    )
+    names = [one.partition("=")[0].strip().partition(".")[0] for one in arguments]
+    return config.data.kind != "embedded" or "data" in names or "experiment" in names
 
 
 def make_plan(config: Config, overrides: Sequence[str] = (), options: Sequence[str] = ()) -> dict[str, Any]:
@@ -144,10 +141,8 @@ def tokenizer_size(config: Config) -> int:
     if config.data.kind == "tokens":
         directory = Path(config.data.path or "").expanduser()
         if not directory.is_dir():
-            raise DataError(
-                f"data.path={config.data.path}: not a directory, so the vocabulary of its tokens is unknown. "
-                "Name the directory, or say the number with model.vocab_size."
-            )
+            problem = f"data.path={config.data.path}: not a directory, so the vocabulary of its tokens is unknown"
+            raise DataError(f"{problem}. Name the directory, or say the number with model.vocab_size.")
         if (directory / MANIFEST).exists():
             return int(read_manifest(directory)["tokenizer"]["vocab_size"])
     tokenizer = config.tokenizer
@@ -199,10 +194,8 @@ def describe_plan(plan: dict[str, Any]) -> str:
         f"{'compiled' if plan['compiled'] else 'eager'} (bytes by the formula)",
     ]
     lines += [_memory_row(item) for item in plan["memory_per_rank"]["items"]]
-    total = plan["memory_per_rank"]["total"] / 2**30
-    lines.append(
-        _row("in all", f"{total:,.3f} GiB", "estimate; driver, NCCL and allocator take 1 to 3 GiB more on GPUs")
-    )
+    total, note = plan["memory_per_rank"]["total"] / 2**30, "driver, NCCL and allocator take 1 to 3 GiB more on GPUs"
+    lines.append(_row("in all", f"{total:,.3f} GiB", f"estimate; {note}"))
     lines += [_memory_row(item) + ", in the host's memory" for item in plan["memory_per_rank"]["in_host_memory"]]
     if "choice" in plan:
         lines += ["", *_choice(plan["choice"])]

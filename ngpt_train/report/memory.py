@@ -47,16 +47,12 @@ class Layout:
 
 
 def memory_per_rank(config: Config, model: Decoder, layout: Layout) -> list[MemoryItem]:
-    """The memory of the fullest of plan.world_size ranks at the peak of a step: the sum of the items.
-
-    model: may be on the meta device.
-    """
+    """The items of the fullest of plan.world_size ranks at the peak of a step. model: may be on the meta device."""
     if layout.n_shards:
         return max(moments(config, model, layout), key=lambda items: sum(item.bytes for item in items))
     dtype, recompute = layout.dtype, config.train.activation_checkpointing
-    copies_rows = layout.fused_adam and config.optim.matrix_step is None
-    with_bf16_copy = cast_linears(model) if copies_rows and dtype == torch.bfloat16 else []
-    copies = sum(linear.matrix.numel() for linear in with_bf16_copy)
+    has_copies = layout.fused_adam and config.optim.matrix_step is None and dtype == torch.bfloat16
+    copies = sum(linear.matrix.numel() for linear in cast_linears(model)) if has_copies else 0
     found = activations_of(config, model, layout)
     activations = activation_items(found, found.kept, max(found.logits, found.working))
     items = [*state_items(model, 0, config.optim), *cast_items(model, dtype, recompute != "none", copies), *activations]
@@ -66,11 +62,9 @@ def memory_per_rank(config: Config, model: Decoder, layout: Layout) -> list[Memo
 
 
 def gradients_at_peak(whole: MemoryItem, model: Decoder, activations: list[MemoryItem]) -> MemoryItem:
-    """Gradients at the peak of a step with one micro batch: the backward pass makes them and frees activations.
-
-    The peak is at the begin of the backward pass, without gradients, or at its end, in the first block: with all
-    gradients, and the activations of this block alone.
-    """
+    """Gradients at the peak of a step with one micro batch: the backward pass makes them and frees activations. The
+    peak is at its begin, without gradients, or at its end, in the first block: with all gradients, and the activations
+    of this block alone."""
     sizes = {item.name: item.bytes for item in activations}
     at_the_end = whole.bytes + sizes["activations"] // len(model.blocks()) + sizes["passing values"]
     there = min(whole.bytes, max(0, at_the_end - sum(sizes.values())))
@@ -145,8 +139,7 @@ def moments(config: Config, model: Decoder, layout: Layout) -> Iterator[list[Mem
         for done in range(n):
             gathered = blocks if batch.stays else blocks[max(0, n - done - 2) if by_pass else 0 : n - done]
             yield moment(batch, found, done, gathered, found.of_stages[0 if done < config.model.n_layers else 1])
-        # The embedding's gradient joins the output's gradient, which came with the loss. Once that has been added to
-        # whole gradients, it takes no memory of its own.
+        # The embedding's gradient joins the output's, of the loss, unless that was added to whole gradients.
         of_embedding = 4 * (embeddings - output) - (0 if batch.new_gradients else found.of_loss)
         yield moment(batch, found, n, blocks if batch.stays else [], of_embedding)
 
@@ -157,8 +150,7 @@ def matrices_of_blocks(model: Decoder) -> list[int]:
 
 
 def state_items(model: Decoder, n_shards: int, optim: OptimConfig) -> list[MemoryItem]:
-    """Weights, gradients, moments and the moving average of the weights, all in fp32. Adam has two moments, Muon one,
-    of the blocks' matrices."""
+    """Weights, gradients, moments and moving average, in fp32. Adam has two moments, Muon one, of blocks' matrices."""
     one_moment = optim.matrix_step is not None and optim.matrix_step.direction != "adam"
     blocks = [p for block in model.blocks() for p in block.parameters() if p.ndim == 2] if one_moment else []
     vectors = sum(p.numel() for p in model.parameters() if p.ndim < 2)
@@ -181,23 +173,16 @@ def state_items(model: Decoder, n_shards: int, optim: OptimConfig) -> list[Memor
 
 
 def copies_to_save(model: Decoder, averages: bool, world_size: int) -> MemoryItem:
-    """A rank's copy in its host's memory, for a checkpoint beside training. One rank writes each value, and all ranks
-    write about as many."""
+    """A rank's copy in its host's memory, for a checkpoint beside training. All ranks write about as many values."""
     size = 16 if averages else 12
     return MemoryItem("copies to save", size * model.n_params() // world_size, False, f"{size} x parameters / ranks")
 
 
 def cast_items(model: Decoder, dtype: torch.dtype, checkpointing: bool, copies: int) -> list[MemoryItem]:
-    """Casts of the weights to bf16 or fp16 for the matrix products, without FSDP2.
-
-    copies: the number of values in the optimizer's bf16 copies.
-    """
-    size = dtype.itemsize
-    block = max(matrices_of_blocks(model))
-    output = model.unembedding.numel()
+    """Casts of weights for the matrix products, without FSDP2. copies: values in the optimizer's bf16 copies."""
     if dtype == torch.float32:
         return []
-    items = []
+    size, block, output, items = dtype.itemsize, max(matrices_of_blocks(model)), model.unembedding.numel(), []
     # The backward pass reads the cast that the forward pass made; with activation checkpointing a block's is made
     # again when the block is recomputed. The optimizer's copies stay from step to step.
     if copies:
@@ -224,10 +209,7 @@ class Activations:
 
 
 def activations_of(config: Config, model: Decoder, layout: Layout, new_gradients: bool = False) -> Activations:
-    """Activations of a micro batch.
-
-    new_gradients: True if the backward pass makes gradients of matrices, False if it adds to existing ones.
-    """
+    """Activations of a micro batch. new_gradients: of matrices, which the backward pass makes or else adds to."""
     shape, dtype, rows, recompute = config.model, layout.dtype, layout.micro_rows, config.train.activation_checkpointing
     tokens = rows * (shape.predicted(shape.context) - shape.source_length(shape.context))
     of_loss, V = gradients_of_loss(model, tokens, dtype.itemsize), len(model.unembedding)
@@ -243,8 +225,7 @@ def activations_of(config: Config, model: Decoder, layout: Layout, new_gradients
         kept, working, formula = counted.kept, counted.working, "counted on tensors without memory, uncompiled"
         of_stages = counted.of_stages
     of_logits = f"logits and h, {size} x {chunk} x V + {size + 4} x micro tokens x d_model"
-    makes = tuple(round(size) for size in of_stages)
-    return Activations(round(kept), of_loss, logits, round(working), makes, formula, of_logits)
+    return Activations(round(kept), of_loss, logits, round(working), tuple(map(round, of_stages)), formula, of_logits)
 
 
 def activation_items(found: Activations, kept: int, passing: int) -> list[MemoryItem]:
@@ -257,41 +238,29 @@ def activation_items(found: Activations, kept: int, passing: int) -> list[Memory
     ]
 
 
-def of_compiled_blocks(
-    config: Config, model: Decoder, layout: Layout, new_gradients: bool = False
-) -> tuple[float, float, str]:
-    """Bytes kept by the compiled blocks, new bytes of the backward pass, and a formula for the first.
-
-    new_gradients: as for `activations_of`.
-    """
+def of_compiled_blocks(config: Config, model: Decoder, layout: Layout, new_gradients: bool) -> tuple[float, float, str]:
+    """Bytes kept by compiled blocks, new bytes of the backward pass, a formula for the first; as `activations_of`."""
     shape, dtype, recompute = config.model, layout.dtype, config.train.activation_checkpointing
     counted = count_products(shape, dtype, layout.micro_rows)
     blocks_passed = counted.hidden / shape.d_model  # bytes for a value of every token in every block
-    results = counted.results
-    everything = counted.hidden + results + counted.arguments + blocks_passed * shape.kept_beyond_gpt()
-    dropped = dropout_bytes(config, model, layout)
+    everything = counted.hidden + counted.results + counted.arguments + blocks_passed * shape.kept_beyond_gpt()
+    everything += dropout_bytes(config, model, layout)
     kept, formula = {
-        "none": (everything + dropped, "blocks' inputs, and what products and attention read and make"),
-        "selective": (counted.hidden + results, "blocks' inputs, and what products and attention make"),
+        "none": (everything, "blocks' inputs, and what products and attention read and make"),
+        "selective": (counted.hidden + counted.results, "blocks' inputs, and what products and attention make"),
         "full": (counted.hidden, "blocks' inputs"),
     }[recompute]
     # A block's backward pass makes the recomputed values, and gradients by the widest product's result and inputs.
-    n_blocks = len(model.blocks())
-    again = max(0.0, everything + dropped - kept) / n_blocks
+    again = max(0.0, everything - kept) / len(model.blocks())
     of_loss = gradients_of_loss(model, 0, dtype.itemsize)
-    block = max(matrices_of_blocks(model))
-    # The loss's gradients were added to existing ones, or they stay, and a compiled block gives all of its own
-    # gradients at its end.
-    gradients = dtype.itemsize * block if new_gradients else -of_loss
+    # Gradients of the loss were added to others, or they stay. A compiled block gives all of its own at its end.
+    gradients = dtype.itemsize * max(matrices_of_blocks(model)) if new_gradients else -of_loss
     return kept, max(again + 1.5 * counted.widest + gradients, of_loss), f"{formula}, compiled"
 
 
 def dropout_bytes(config: Config, model: Decoder, layout: Layout) -> int:
-    """Bytes kept by compiled blocks for dropout, in a micro batch.
-
-    A block keeps a bool for each value that it may drop. With attention_dropout it also keeps the weights of the
-    softmax in fp32 and, dropped, in the dtype of the products.
-    """
+    """Bytes kept by compiled blocks for dropout, in a micro batch: a bool for each value that a block may drop, and
+    with attention_dropout the weights of the softmax, in fp32 and, dropped, in the dtype of the products."""
     shape = config.model
     if not shape.uses_dropout:
         return 0

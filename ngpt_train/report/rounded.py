@@ -38,23 +38,10 @@ def interval(estimate: float | None, low: float | None, high: float | None) -> s
     """`-0.041 (-0.050 to -0.032)`; a bound where one end is open."""
     if estimate is None and low is None and high is None:
         return DASH
-    n = _decimals(estimate, low, high)
-    shown = number(estimate, n) if estimate is not None else ""
-    return f"{shown} ({_range(low, high, n)})".strip()
-
-
-def _decimals(estimate: float | None, low: float | None, high: float | None) -> int:
-    """Two significant digits of half the interval's width, three of an estimate without an interval."""
+    # Two significant digits of half the interval's width, three of an estimate without an interval.
     width = (high - low) / 2 if low is not None and high is not None else 0.0
     shown = width or abs(estimate or low or high or 0.0) / 10
-    return min(max(2, 1 - math.floor(math.log10(shown))), 6) if shown else 4
-
-
-def _range(low: float | None, high: float | None, decimals: int) -> str:
-    if low is None and high is None:
-        return "no interval"
-    if high is None:
-        return f"at least {number(low, decimals)}"
-    if low is None:
-        return f"at most {number(high, decimals)}"
-    return f"{number(low, decimals)} to {number(high, decimals)}"
+    decimals = min(max(2, 1 - math.floor(math.log10(shown))), 6) if shown else 4
+    middle, least, most = (None if x is None else number(x, decimals) for x in (estimate, low, high))
+    ends = f"{least} to {most}" if least and most else f"at least {least}" if least else f"at most {most}"
+    return f"{middle or ''} ({ends if least or most else 'no interval'})".strip()

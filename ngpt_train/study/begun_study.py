@@ -1,7 +1,7 @@
 """Whether the study that has begun in a directory is this one, or has grown into it."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -21,10 +21,8 @@ def check_stored(study: Study, runs: Runs) -> None:
         return
     if not (study.path / FILE).exists():
         if any(entry.name not in _LEFT_BY_A_KILLED_START for entry in study.path.iterdir()):
-            raise ConfigError(
-                f"study.name={study.name}: {study.path} exists and is not the directory of a study. Choose another "
-                "study.name or study.root."
-            )
+            problem = f"study.name={study.name}: {study.path} exists and is not the directory of a study"
+            raise ConfigError(f"{problem}. Choose another study.name or study.root.")
         return
     try:
         stored = read_stored(study.path)
@@ -41,7 +39,7 @@ def check_stored(study: Study, runs: Runs) -> None:
         raise mismatch(f"study.name={study.name}: {study.path} holds another study", lines, fix)
 
 
-def _changed(stored: Study, study: Study) -> list[str]:
+def _changed(stored: Study, study: Study) -> Iterator[str]:
     """The differences between the stored definition and this one that are not allowed."""
     old, new = tree_of(stored), tree_of(study)
     names = [name for name in ("baseline", "metric", "confidence", "descent_budget") if old[name] != new[name]]
@@ -50,14 +48,13 @@ def _changed(stored: Study, study: Study) -> list[str]:
     names += ["max_points"] if study.max_points < stored.max_points else []
     names += ["refine"] if study.refine < stored.refine else []
     names += ["descent_runs"] if (study.descent_runs or math.inf) < (stored.descent_runs or math.inf) else []
-    lines = [f"study.{name}: {show(old[name])} -> {show(new[name])}" for name in names]
+    yield from (f"study.{name}: {show(old[name])} -> {show(new[name])}" for name in names)
     if missing := [budget for budget in stored.budgets if budget not in study.budgets]:
-        lines.append(f"study.budgets: {show(list(stored.budgets))} -> {show(list(study.budgets))}, without {missing}")
+        yield f"study.budgets: {show(old['budgets'])} -> {show(new['budgets'])}, without {missing}"
     if study.seeds[: len(stored.seeds)] != stored.seeds:  # the first one is tuned with
-        lines.append(f"study.seeds: {show(list(stored.seeds))} -> {show(list(study.seeds))}; new ones come last")
+        yield f"study.seeds: {show(old['seeds'])} -> {show(new['seeds'])}; new ones come last"
     if missing_arms := [arm for arm in stored.arms if arm not in study.arms]:
-        lines.append(f"study.arms: without {', '.join(missing_arms)}")
-    return lines
+        yield f"study.arms: without {', '.join(missing_arms)}"
 
 
 def _has_grown(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:

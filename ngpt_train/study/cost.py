@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import log2
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,7 +17,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.launcher import end_with_parent
 from ngpt_train.observe.console import format_count
 from ngpt_train.study.definition import LR, Study
-from ngpt_train.study.points import DONE, Point, Result, Runs
+from ngpt_train.study.points import DONE, Point, Result, Results, Runs
 from ngpt_train.study.search import next_points, phases
 
 MEASURE_SECONDS = 300.0  # for all arms; arms not timed by then have no hours
@@ -50,23 +51,19 @@ class Cost:
     hours: float | None  # of one run
 
 
-def costs(study: Study, runs: Runs, sizes: Mapping[str, ArmSize], near: Mapping[Point, Result]) -> list[Cost]:
+def costs(study: Study, runs: Runs, sizes: Mapping[str, ArmSize], near: Results) -> list[Cost]:
     """The lines of the table. Rehearsals with made-up losses count the runs: `near`, and one far from the optimum."""
-    expected, most = (
-        Counter((point.arm, point.budget) for point in made) for made in (near, rehearsal(study, runs, far=True))
-    )
+    rehearsals = (near, rehearsal(study, runs, far=True))
+    expected, most = (Counter((point.arm, point.budget) for point in made) for made in rehearsals)
     lines = []
-    for arm, size in sizes.items():
-        for budget in study.budgets:
-            config = runs.config(runs.first_point(arm, budget))
-            tokens = config.train.steps * config.train.rows_per_step * config.model.context
-            flops = float(tokens) * size.flops_per_token
-            seconds = size.seconds_per_token
-            if (rate := config.plan.flops_per_s) is not None:
-                seconds = size.flops_per_token / rate
-            n = expected[arm, budget]
-            hours = None if seconds is None else seconds * tokens / 3600
-            lines.append(Cost(arm, budget, config.train.steps, tokens, n, max(n, most[arm, budget]), n * flops, hours))
+    for (arm, size), budget in product(sizes.items(), study.budgets):
+        config, n = runs.config(runs.first_point(arm, budget)), expected[arm, budget]
+        tokens = config.train.steps * config.train.rows_per_step * config.model.context
+        flops, seconds = float(tokens) * size.flops_per_token, size.seconds_per_token
+        if (rate := config.plan.flops_per_s) is not None:
+            seconds = size.flops_per_token / rate
+        hours = None if seconds is None else seconds * tokens / 3600
+        lines.append(Cost(arm, budget, config.train.steps, tokens, n, max(n, most[arm, budget]), n * flops, hours))
     return lines
 
 
@@ -75,11 +72,9 @@ def rehearsal(study: Study, runs: Runs, far: bool = False) -> dict[Point, Result
     results: dict[Point, Result] = {}
     while wanted := next_points(study, runs.start, runs.grids, results):
         for point in wanted:
-            first, grids = study.search_order[0], runs.grids(point.arm, study.search_order[0])
-            start: dict[str, Any] = dict(runs.first_point(point.arm, first).values) | {
-                LR: runs.start(point.arm, point.budget)
-            }
-            values: dict[str, Any] = dict(point.values)
+            first = study.search_order[0]
+            grids, start = runs.grids(point.arm, first), dict[str, Any](runs.first_point(point.arm, first).values)
+            start[LR], values = runs.start(point.arm, point.budget), dict[str, Any](point.values)
             octaves = [log2(values[k] / start[k]) for k in (LR, *grids) if k == LR or grids[k].outward]
             listed = [(values[k], grid.values) for k, grid in grids.items() if not grid.outward]
             octaves += [of.index(value) for value, of in listed if value in of]  # a carried warm-up is no longer in it
@@ -88,16 +83,12 @@ def rehearsal(study: Study, runs: Runs, far: bool = False) -> dict[Point, Result
     return results
 
 
-def cost_of_phases(study: Study, runs: Runs, near: Mapping[Point, Result]) -> str:
-    """The phases of each arm at the first budget with further keys, if no key gains; empty without such keys. near: a
-    rehearsal."""
+def cost_of_phases(study: Study, runs: Runs, near: Results) -> str:
+    """The phases of each arm at the first budget, if no key gains; empty without further keys. near: a rehearsal."""
     budget = study.search_order[0]
     found = phases(study, runs.start, runs.grids, near)
-    lines = [
-        f"  {arm}: {', '.join(f'{phase.key} {phase.runs}' for phase in found[arm, budget])}"
-        for arm in study.arms
-        if (arm, budget) in found
-    ]
+    at_first = {arm: of for (arm, at), of in found.items() if at == budget}
+    lines = [f"  {arm}: {', '.join(f'{phase.key} {phase.runs}' for phase in of)}" for arm, of in at_first.items()]
     where = "" if study.descent_budget else ", and likewise at the others"
     first = f"Runs of each phase at {format_count(budget)} tokens{where}, if no key gains. A key that gains takes "
     first += "more of its values and seeds, and another cycle through rate and keys"
@@ -106,10 +97,7 @@ def cost_of_phases(study: Study, runs: Runs, near: Mapping[Point, Result]) -> st
 
 
 def measure(configs: Mapping[str, Config], threads: int, here: bool = True) -> dict[str, ArmSize]:
-    """The sizes of the arms, timed one after the other in a separate process.
-
-    configs: by arm. threads: of a run. here: False if the runs go to other machines; then nothing is timed.
-    """
+    """The sizes of the arms, timed in turn in a separate process; not timed unless `here`. threads: of a run."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     worker = context.Process(target=_measure, args=(dict(configs), threads, here, sender), daemon=True)
@@ -187,9 +175,8 @@ def _measured(config: Config, size: ArmSize) -> ArmSize:
 
 
 def table(study: Study, lines: Sequence[Cost], sizes: Mapping[str, ArmSize], jobs: int) -> str:
-    rows: list[tuple[str, ...]] = [
-        ("arm", "parameters", "tokens", "steps", "runs", "tokens of all", "FLOPs", "hours of one", "hours")
-    ]
+    head = ("arm", "parameters", "tokens", "steps", "runs", "tokens of all", "FLOPs", "hours of one", "hours")
+    rows: list[tuple[str, ...]] = [head]
     for line in lines:
         counts = (line.tokens, f"{line.steps:,}", str(line.runs), line.tokens * line.runs)
         hours = None if line.hours is None else line.hours * line.runs
@@ -203,12 +190,10 @@ def table(study: Study, lines: Sequence[Cost], sizes: Mapping[str, ArmSize], job
     names, *others = zip(*rows, strict=True)
     columns = [[cell.ljust(max(map(len, names))) for cell in names]]
     columns += [[cell.rjust(max(map(len, column))) for cell in column] for column in others]
-    arms, budgets, seeds = (
-        f"{len(all_of)} {word}{'s' if len(all_of) > 1 else ''}"
-        for all_of, word in ((study.arms, "arm"), (study.budgets, "budget"), (study.seeds, "seed"))
-    )
+    parts = {"arm": study.arms, "budget": study.budgets, "seed": study.seeds}
+    scope = ", ".join(f"{len(all_of)} {word}{'s' * (len(all_of) > 1)}" for word, all_of in parts.items())
     notes = [
-        f"{study.name}: {arms}, {budgets}, {seeds}; tuned: {', '.join(study.tuned_keys)}; baseline {study.baseline}",
+        f"{study.name}: {scope}; tuned: {', '.join(study.tuned_keys)}; baseline {study.baseline}",
         "",
         *("  ".join(row) for row in zip(*columns, strict=True)),
         "",

@@ -1,12 +1,10 @@
 """The definition of a study: arms, budgets, seeds and tuned keys, from the section `study` of the configuration, and
-its file, study.yaml.
-
-No heavy import stands here, so mistakes are reported at once.
-"""
+its file, study.yaml. No heavy import stands here, so mistakes are reported at once."""
 
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -107,10 +105,8 @@ def merged(*lists: Iterable[str]) -> tuple[str, ...]:
 def read_study(
     config: StudyConfig, arguments: Sequence[str], options: Sequence[str] = (), verb: str = "study"
 ) -> Study:
-    """The study of the section `config`, started by `verb` with these `arguments` and `options`. Raises ConfigError.
-
-    `points.Runs` checks the values of the keys later, when it composes the arms' configurations.
-    """
+    """The study of the section `config`, started by `verb` with these `arguments` and `options`. Raises ConfigError,
+    but not for values of keys: `points.Runs` checks them when it composes the arms' configurations."""
     groups = Files(config_dir_of(options)).options
     chosen = next((a.partition("=")[2].strip() for a in arguments if name_of(a) == "study"), "null")
     name = config.name or chosen.replace("/", "-")
@@ -144,6 +140,9 @@ def read_study(
         if len(set(values)) < len(values):
             raise mistake(f"study.{key}={show(values)}: one of them is there twice", "Name each once")
     _check_descent(config, tune)
+    for interaction, four in config.interactions.items():
+        for arm in four:
+            check_arm(f"study.interactions: {interaction}: {arm}", arm, arms)
     return Study(
         name=name,
         root=Path(config.root).expanduser(),
@@ -159,7 +158,7 @@ def read_study(
         refine=_as_begun(Path(config.root).expanduser() / name) if config.refine is None else config.refine,
         descent_budget=config.descent_budget,
         descent_runs=config.descent_runs,
-        interactions=_interactions(config.interactions, arms),
+        interactions={name: tuple(four) for name, four in config.interactions.items()},
         options=tuple(options),
         command=command_of(verb, [*arguments, *options]),
     )
@@ -167,10 +166,9 @@ def read_study(
 
 def _as_begun(path: Path) -> bool:
     """Whether the study in `path` refines its rates: a new one does. `check_stored` reports a damaged file."""
-    try:
+    with suppress(DataError):
         return not (path / FILE).exists() or read_stored(path).refine
-    except DataError:
-        return True
+    return True
 
 
 def _row(content: Any, groups: Mapping[str, Sequence[str]], place: str) -> tuple[str, ...]:
@@ -201,14 +199,6 @@ def _tuned(table: Mapping[str, Any], arms: Collection[str]) -> dict[str, Any]:
         elif name != LR:
             tuned[name] = _grid(name, grid)
     return tuned
-
-
-def _interactions(table: Mapping[str, Any], arms: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """`study.interactions`. Raises ConfigError for an arm that the study does not have."""
-    for name, four in table.items():
-        for arm in four:
-            check_arm(f"study.interactions: {name}: {arm}", arm, arms)
-    return {name: tuple(four) for name, four in table.items()}
 
 
 def _check_descent(config: StudyConfig, tune: Mapping[str, Any]) -> None:

@@ -21,10 +21,8 @@ _FIELDS = {"arm": TEXT, "budget": COUNT, "key": TEXT, "gain": NUMBER, "noise": N
 
 @dataclass(frozen=True)
 class Grid:
-    """The values of a further key for an arm at a budget; the first is where the search begins.
-
-    outward: numbers, of which only those beside the best are tried. Else all are.
-    """
+    """The values of a further key for an arm at a budget; the first is where the search begins. outward: numbers, of
+    which only those beside the best are tried. Else all are."""
 
     values: tuple[Any, ...]
     outward: bool = False
@@ -73,11 +71,8 @@ def read_phases(directory: Path) -> list[dict[str, Any]]:
 def descend(
     study: Study, lattice: Lattice, grids: Mapping[str, Grid], start: Values, losses: Trials
 ) -> tuple[list[At], Trials, list[Phase]]:
-    """The runs that a descent from `start` needs and `losses` lacks; the trials and the phases before them.
-
-    The descent is made anew from the losses that it asks for, in its own order. So no other loss and no later one
-    changes what it has done.
-    """
+    """The runs that a descent from `start` needs and `losses` lacks; the trials and the phases before them. It is made
+    anew from the losses it asks for, in its own order, so no other and no later loss changes what it has done."""
     descent = _Descent(study, lattice, grids)
     for batch in descent.phases_from(start):
         if missing := [(values, seed) for values, seed in batch if seed not in losses.get(values, {})]:

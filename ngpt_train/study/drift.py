@@ -1,18 +1,17 @@
-"""The best learning rate of each architecture, width, depth and budget in directories of studies and runs, and its
-change along each size, in octaves, with its interval."""
+"""The best learning rate of each architecture and size in studies and runs, and its change along a size, in octaves."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import DataError
-from ngpt_train.study.compare.arms import found_arms
+from ngpt_train.study.compare.arms import found_arms, grouped
 from ngpt_train.study.compare.given_runs import gather
 from ngpt_train.study.compare.runs import Run, common_budgets
 from ngpt_train.study.compare.trials import read_arm, unfinished
@@ -67,8 +66,7 @@ class Optima:
 
 
 def read_optima(paths: Sequence[Path], confidence: float | None = None) -> Optima:
-    """The optima of studies, runs, and directories of runs. Raises DataError if a directory has no run, or no run has
-    ended."""
+    """The optima of studies, runs, and directories of runs. Raises DataError if one has no run, or none has ended."""
     runs: list[Run] = []
     tuned, metrics, confidences = {LR}, set[str](), list[float]()
     for path in paths:
@@ -90,26 +88,22 @@ def read_optima(paths: Sequence[Path], confidence: float | None = None) -> Optim
     groups = found_arms(ended, {*tuned, *SIZES})
     budgets = common_budgets(groups)
     for name, group in groups.items():
-        for (width, depth), of_size in sorted(_by_size(group).items()):
-            arm = read_arm(name, of_size, budgets, tuned, metric, confidence)
+        for of_size in sorted(grouped(group, _width_and_depth), key=lambda runs: _width_and_depth(runs[0])):
+            arm, config = read_arm(name, of_size, budgets, tuned, metric, confidence), of_size[0].config
             for (budget, key), tuning in sorted(arm.tunings.items()):
                 if key == LR:
-                    model, n_seeds = str(of_size[0].config["model.name"]), len(arm.at_best(budget))
-                    context, optim = _size(of_size[0], "context"), str(of_size[0].config.get("optim.name", "adamw"))
-                    found.append(Optimum(name, width, depth, budget, tuning, n_seeds, model, optim, context))
+                    sizes, context = (*_width_and_depth(of_size[0]), budget), _size(of_size[0], "context")
+                    names = str(config["model.name"]), str(config.get("optim.name", "adamw"))
+                    found.append(Optimum(name, *sizes, tuning, len(arm.at_best(budget)), *names, context))
     return Optima(found, metric, confidence, notes)
 
 
-def _by_size(runs: Sequence[Run]) -> dict[tuple[int, int], list[Run]]:
-    sizes: dict[tuple[int, int], list[Run]] = {}
-    for run in runs:
-        sizes.setdefault((_size(run, "d_model"), _size(run, "n_layers")), []).append(run)
-    return sizes
+def _width_and_depth(run: Run) -> tuple[int, int]:
+    return _size(run, "d_model"), _size(run, "n_layers")
 
 
 def _size(run: Run, name: str) -> int:
-    value: Any = run.config.get(f"model.{name}", getattr(ModelConfig, name))
-    return int(value)
+    return int(run.config.get(f"model.{name}", getattr(ModelConfig, name)))
 
 
 @dataclass(frozen=True)
@@ -135,11 +129,8 @@ def fit_drift(sizes: Sequence[float], rates: Sequence[Rate], within: float, conf
     """
     x = np.array([math.log2(size) for size in sizes])
     y = np.array([math.log2(lr) for lr, _, _ in rates])
-    known = [
-        max(math.log2(lr / low), math.log2(high / lr), _LEAST_OCTAVES)
-        for lr, low, high in rates
-        if low is not None and high is not None
-    ]
+    ends = [(lr, low, high) for lr, low, high in rates if low is not None and high is not None]
+    known = [max(math.log2(lr / low), math.log2(high / lr), _LEAST_OCTAVES) for lr, low, high in ends]
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     sigma = np.array(known) / z if len(known) == len(rates) else np.ones(len(rates))
     weights = sigma**-2
@@ -147,16 +138,16 @@ def fit_drift(sizes: Sequence[float], rates: Sequence[Rate], within: float, conf
     information = float(weights @ (x - centre) ** 2)  # 1 / variance of the slope
     slope = float(weights @ ((x - centre) * y) / information)
     intercept = float(weights @ y / weights.sum()) - slope * centre
-    octaves, span = slope * float(np.ptp(x)), float(np.ptp(x))
+    span = float(np.ptp(x))
+    octaves = slope * span
     if len(known) < len(rates):
         return Drift(slope, octaves, None, None, NOT_RESOLVED, intercept)
     free = len(rates) - 2
     excess = float(weights @ (y - intercept - slope * x) ** 2) / free if free else 1.0
     half = z * span * math.sqrt(max(1.0, excess) / information)
     low, high = octaves - half, octaves + half
-    if -within <= low and high <= within:
-        return Drift(slope, octaves, low, high, TRANSFERS, intercept)
-    return Drift(slope, octaves, low, high, DRIFTS if low > 0 or high < 0 else NOT_RESOLVED, intercept)
+    verdict = DRIFTS if low > 0 or high < 0 else NOT_RESOLVED
+    return Drift(slope, octaves, low, high, TRANSFERS if -within <= low and high <= within else verdict, intercept)
 
 
 @dataclass(frozen=True)
@@ -197,20 +188,17 @@ def axes_of(optima: Optima, within: float) -> list[Axis]:
     """Each line of two or more sizes."""
     found = []
     for name, field in AXES.items():
-        others = [other for other in AXES.values() if other != field]
-        lines: dict[tuple[Any, ...], list[Optimum]] = {}
-        for one in optima.found:
-            lines.setdefault((one.architecture, *(getattr(one, other) for other in others)), []).append(one)
-        for (architecture, *at), line in lines.items():
+        others = attrgetter("architecture", *(other for other in AXES.values() if other != field))
+        for line in grouped(optima.found, others):
             if len(line) < 2:
                 continue
-            points = sorted((one for one in line if one.is_tuned), key=lambda one: getattr(one, field))
+            points = sorted((one for one in line if one.is_tuned), key=attrgetter(field))
             drift = None
             if len(points) > 1:
                 sizes, rates = [getattr(one, field) for one in points], [one.rate for one in points]
                 drift = fit_drift(sizes, rates, within, optima.confidence)
-            where = dict(zip(others, at, strict=True))
-            found.append(Axis(architecture, name, where, points, drift, optima.confidence, within))
+            at = {other: getattr(line[0], other) for other in AXES.values() if other != field}
+            found.append(Axis(line[0].architecture, name, at, points, drift, optima.confidence, within))
     return found
 
 

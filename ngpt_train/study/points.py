@@ -1,8 +1,8 @@
-"""The points of a study. Each is a run: its arguments and configuration, its result, which is read from its directory,
-and whether it equals a run of another study."""
+"""The points of a study, each a run: its arguments and config, its result, and equal runs of other studies."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from operator import attrgetter
@@ -19,18 +19,9 @@ from ngpt_train.core.constants import TRANSLATED
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json
 from ngpt_train.core.recorded import TEXT, Record, checked, compared, read_end, read_records
-from ngpt_train.study.definition import (
-    LR,
-    SAME_BUDGET,
-    Study,
-    Value,
-    config_dir_of,
-    merged,
-    name_of,
-    text_of,
-)
+from ngpt_train.study.definition import LR, SAME_BUDGET, Study, Value, config_dir_of, merged, name_of, text_of
 from ngpt_train.study.descent import Grid
-from ngpt_train.study.tuning import is_number
+from ngpt_train.study.tuning import changed, is_number, sorted_values
 
 DONE, FAILED, UNFINISHED, WAITING = "done", "failed", "unfinished", "waiting"
 FAILURES = "failures"  # directory of a study with FAILURES/<run>.json for each run that crashed too often
@@ -69,11 +60,8 @@ class Point:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a point.
-
-    state: DONE; FAILED for `reason`, without a loss; UNFINISHED, if it has begun; WAITING. loss: of the validation at
-    the end, in the study's metric.
-    """
+    """state: DONE; FAILED for `reason`, without a loss; UNFINISHED, if it has begun; WAITING. loss: of the validation
+    at the end, in the study's metric."""
 
     point: Point
     state: str
@@ -86,6 +74,9 @@ class Result:
         return self.state in (DONE, FAILED)
 
 
+Results = Mapping[Point, Result]
+
+
 class Runs:
     """The runs of a study. The methods that compose a configuration raise ConfigError."""
 
@@ -94,8 +85,8 @@ class Runs:
         # Composing takes some 50 ms, and each turn of the loop asks again.
         self.steps = cache(self._steps)
         self.config = cache(lambda point: self._composed(self.arguments(point)))
-        self.start = cache(self._start)
-        self.grids = cache(self._grids)
+        self.start = cache(lambda arm, budget: float(self._at(arm, budget).optim.lr))  # of the arm's recipe
+        self.grids = cache(lambda arm, budget: {key: self._grid(arm, budget, key) for key in study.keys_of(arm)})
         self._of_arm = cache(self._of_an_arm)
 
     def directory(self, point: Point) -> Path:
@@ -117,7 +108,7 @@ class Runs:
         """The point with the recipe's learning rate, the first value of each further key, and the first seed."""
         values = {LR: self.start(arm, budget)}
         values |= {key: self._first(arm, budget, key, said) for key, said in self.study.keys_of(arm).items()}
-        return Point(arm, budget, tuple(sorted(values.items())), self.study.seeds[0])
+        return Point(arm, budget, sorted_values(values), self.study.seeds[0])
 
     def check(self) -> None:
         """Composes the configuration of every arm at every budget, with each value of every further key."""
@@ -150,28 +141,23 @@ class Runs:
     def _check_value(self, first: Point, key: str, value: Value) -> None:
         """Composes the configuration of a point whose key has this value. A key of the schedule is composed with each
         tuned batch, because a larger batch has fewer steps."""
-        changed = _with(first, key, value)
-        config, tokens = self.config(changed), self._tokens(first)
-        if key in _OF_A_STEP and abs(self._tokens(changed) - tokens) > SAME_BUDGET * tokens:
-            problem = f"study.tune: {key}={show(value)}: whole steps have {self._tokens(changed)} tokens, not {tokens}"
+        other = _with(first, key, value)
+        config, tokens = self.config(other), self._tokens(first)
+        if key in _OF_A_STEP and abs(self._tokens(other) - tokens) > SAME_BUDGET * tokens:
+            problem = f"study.tune: {key}={show(value)}: whole steps have {self._tokens(other)} tokens, not {tokens}"
             problem += f" as with {show(dict(first.values)[key])}, so that compare would take them for another budget"
-            of_a_step = config.train.rows_per_step * config.model.context
-            raise mistake(problem, f"Leave the value out, or set study.budgets to multiples of {of_a_step}")
+            raise mistake(problem, f"Leave the value out, or set study.budgets to multiples of {_of_a_step(config)}")
         batches = _OF_A_STEP if key.startswith("schedule.") else ()
         for batch in [name for name in batches if name in self.study.keys_of(first.arm)]:
-            for other in self._grid(first.arm, first.budget, batch).values[1:]:
-                self.config(_with(changed, batch, other))
+            for size in self._grid(first.arm, first.budget, batch).values[1:]:
+                self.config(_with(other, batch, size))
 
     def _tokens(self, point: Point) -> int:
-        train = self.config(point).train
-        return self.steps_of(point) * train.rows_per_step * self.config(point).model.context
+        return self.steps_of(point) * _of_a_step(self.config(point))
 
-    def _start(self, arm: str, budget: int) -> float:
-        """The learning rate of the arm's recipe at this budget."""
-        return float(self._at(arm, budget).optim.lr)
-
-    def _at(self, arm: str, budget: int, *arguments: str) -> Config:
-        return self._composed(merged(self._of_arm(arm), [f"train.steps={self.steps(arm, budget)}"], arguments))
+    def _at(self, arm: str, budget: int) -> Config:
+        """The configuration of the arm's recipe at this budget."""
+        return self._composed(merged(self._of_arm(arm), [f"train.steps={self.steps(arm, budget)}"]))
 
     def _first(self, arm: str, budget: int, key: str, said: Any) -> Any:
         """The first of a key's listed values, or the arm's own number, which a factor goes out from."""
@@ -187,12 +173,8 @@ class Runs:
             raise mistake(f"study.tune: {key}: {show(value)} of arm {arm} is no number to multiply by {said:g}", fix)
         return value
 
-    def _grids(self, arm: str, budget: int) -> dict[str, Grid]:
-        return {key: self._grid(arm, budget, key) for key in self.study.keys_of(arm)}
-
     def _grid(self, arm: str, budget: int, key: str) -> Grid:
-        """A key's values. By a factor: as far on both sides as the configuration allows, in six digits, like names of
-        runs."""
+        """A key's values. By a factor: as far on both sides as the config allows, in six digits, like names of runs."""
         said, most = self.study.keys_of(arm)[key], self.study.max_points
         if isinstance(said, tuple):
             ratio = budget / self.study.search_order[0]
@@ -209,11 +191,10 @@ class Runs:
         return Grid(tuple(values), outward=True)
 
     def _allows(self, first: Point, key: str, value: Value) -> bool:
-        try:
+        with suppress(ConfigError):
             self._check_value(first, key, value)
-        except ConfigError:
-            return False
-        return True
+            return True
+        return False
 
     def steps_of(self, point: Point) -> int:
         """The steps of a point, whose tuned batch has as many tokens in all as any other."""
@@ -225,7 +206,7 @@ class Runs:
         # No warmup is too long for this many steps. `config` checks it against the real number.
         chosen = [f"train.steps={_MANY_STEPS}", *(f"{key}={show(value)}" for key, value in of_a_step)]
         config = self._composed(merged(self._of_arm(arm), chosen))
-        tokens = config.train.rows_per_step * config.model.context
+        tokens = _of_a_step(config)
         steps = round(budget / tokens)
         if steps < 1:
             problem = f"study.budgets: {budget} tokens are less than a step of arm {arm}, which has {tokens}"
@@ -246,8 +227,7 @@ class Runs:
         return load_config(arguments, config_dir_of(self.study.options), world_size=1)
 
     def result(self, point: Point, run: Path | None = None) -> Result:
-        """The result of a point, from its run directory or the record of its crashes. run: the directory of an equal
-        run. Raises DataError for a damaged file."""
+        """The result of a point, from its directory, or `run`, of an equal run. Raises DataError for a damaged file."""
         run, steps = run or self.directory(point), self.steps_of(point)
         has_begun = (run / "config.yaml").is_file()
         end = read_end(run) if has_begun else None
@@ -263,8 +243,7 @@ class Runs:
         return Result(point, UNFINISHED if has_begun else WAITING, None, "", run)
 
     def equal_run(self, point: Point) -> Path | None:
-        """A run of another study below study.root, or of another arm, which is equal to the point's; an ended one if
-        possible. None without such a run."""
+        """An equal run of another study below study.root, or of another arm, if possible an ended one."""
         found, config = [], self.config(point)
         for path in sorted(self.study.root.glob(f"*/runs/*-seed{point.seed}/config.yaml")):
             run = path.parent
@@ -279,7 +258,12 @@ class Runs:
 
 
 def _with(point: Point, key: str, value: Value) -> Point:
-    return replace(point, values=tuple(sorted((dict(point.values) | {key: value}).items())))
+    return replace(point, values=changed(point.values, key, value))
+
+
+def _of_a_step(config: Config) -> int:
+    """Tokens."""
+    return config.train.rows_per_step * config.model.context
 
 
 def carried(key: str, value: Any, ratio: float) -> Any:
@@ -318,10 +302,8 @@ def _end_loss(run: Path, steps: int, metric: str) -> float | None:
 
 
 def differences(stored: Config, new: Config) -> list[tuple[str, Any, Any]]:
-    """The keys that make runs with these two resolved configs different: names, stored and new values.
-
-    Left out are name and place, and keys without an effect on the run and its validation: layout, checkpoints, logging.
-    """
+    """The keys that make runs with these two resolved configs different: names, stored and new values. Left out are
+    name, place, and keys without an effect on the run and its validation: layout, checkpoints, logging."""
     old_values, new_values = (dict(flatten(redact(to_dict(config)), TABLES)) for config in (stored, new))
     found = {name: (old, value) for name, old, value in what_differs(stored, new)}
     found |= {name: (old_values[name], new_values[name]) for name in _COUNT_TOO if old_values[name] != new_values[name]}
@@ -329,8 +311,7 @@ def differences(stored: Config, new: Config) -> list[tuple[str, Any, Any]]:
 
 
 def _is_clearly_another(stored: Config, new: Config) -> bool:
-    """True if the runs differ in the usual keys. `differences` gives the same answer, but takes milliseconds for each
-    pair of a waiting point and a run of any study."""
+    """True if the runs differ in the usual keys. `differences` says the same, in milliseconds for each pair of runs."""
     if (stored.train.steps, stored.optim.lr) != (new.train.steps, new.optim.lr):
         return True
     model = replace(new.model, vocab_size=stored.model.vocab_size, init_table=stored.model.init_table)
@@ -339,7 +320,6 @@ def _is_clearly_another(stored: Config, new: Config) -> bool:
 
 @lru_cache(maxsize=4096)
 def _stored(path: Path, modified: int) -> Config | None:
-    try:
+    with suppress(DataError):
         return read_yaml(path)
-    except DataError:
-        return None
+    return None

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ngpt_train.observe.console import Clock, PlainConsole, format_count, format_seconds
 from ngpt_train.study.definition import Study, text_of
-from ngpt_train.study.points import FAILED, Point, Result
+from ngpt_train.study.points import FAILED, Point, Results
 from ngpt_train.study.tuning import Trials, best_values
 
 if TYPE_CHECKING:
@@ -20,14 +20,11 @@ LINE_SECONDS = 60.0  # between two lines of counts
 
 
 class TimeLeft:
-    """Estimates the time left from the seconds of ended runs and the number of runs side by side.
-
-    Both are means over this start, so no single run and no idle moment moves the estimate far. Before the first run
-    ends, the table of costs stands in.
-    """
+    """Estimates the time left from the seconds of ended runs and the number of runs side by side: means over this
+    start, which no single run and no idle moment moves far. Before the first run ends, the table of costs stands in."""
 
     def __init__(self, expected: Sequence[Cost], jobs: int) -> None:
-        self._expected, self._jobs = expected, jobs
+        self._runs, self._jobs = {(cost.arm, cost.budget): cost.runs for cost in expected}, jobs
         self._by_table = all(cost.hours is not None for cost in expected)
         # _work[arm, budget]: seconds of a run by the table, which knows the speed of each arm; else its FLOPs.
         self._work = {
@@ -38,7 +35,7 @@ class TimeLeft:
         self._began: dict[Point, float] = {}
         self._seconds = self._done = 0.0  # seconds and work of the runs that began and ended since this start
 
-    def update(self, results: Mapping[Point, Result], running: Sequence[Point], now: float) -> None:
+    def update(self, results: Results, running: Sequence[Point], now: float) -> None:
         self._start = now if self._start is None else self._start
         for point in running:
             self._began.setdefault(point, now)
@@ -49,22 +46,15 @@ class TimeLeft:
                 self._seconds += now - began
                 self._done += self._work[point.arm, point.budget]
 
-    def seconds(
-        self, results: Mapping[Point, Result], running: Sequence[Point], waiting: Sequence[Point], now: float
-    ) -> float | None:
-        """None if unknown. Expects as many runs of an arm and budget as the table of costs, or more if more are
-        wanted."""
+    def seconds(self, results: Results, running: Sequence[Point], waiting: Sequence[Point], now: float) -> float | None:
+        """None if unknown. Expects the runs of an arm and budget in the table of costs, or more if more are wanted."""
         known = all((point.arm, point.budget) in self._work for point in [*running, *waiting])
         if not known or not (self._done or self._by_table):
             return None
         of_work = self._seconds / self._done if self._done else 1.0
         ended = Counter((point.arm, point.budget) for point in results)
         wanted = Counter((point.arm, point.budget) for point in [*running, *waiting])
-        left = sum(
-            of_work * self._work[at] * max(wanted[at], cost.runs - ended[at])
-            for cost in self._expected
-            for at in [(cost.arm, cost.budget)]
-        )
+        left = sum(of_work * self._work[at] * max(wanted[at], n - ended[at]) for at, n in self._runs.items())
         of_running = [(of_work * self._work[p.arm, p.budget], now - self._began.get(p, now)) for p in running]
         left -= sum(min(of_one, so_far) for of_one, so_far in of_running)
         longest = max((of_one - so_far for of_one, so_far in of_running), default=0.0)
@@ -72,7 +62,7 @@ class TimeLeft:
 
     def _side_by_side(self, now: float) -> float:
         """The mean number of runs at once. Jobs are idle while a search waits for its last run."""
-        elapsed = now - (now if self._start is None else self._start)
+        elapsed = 0.0 if self._start is None else now - self._start
         busy = self._seconds + sum(now - began for began in self._began.values())
         return min(max(busy / elapsed, 1.0), self._jobs) if elapsed else self._jobs
 
@@ -96,7 +86,7 @@ class ProgressLines:
     def __exit__(self, *error: object) -> None:
         self._print()
 
-    def update(self, results: Mapping[Point, Result], running: Sequence[Point], waiting: Sequence[Point]) -> None:
+    def update(self, results: Results, running: Sequence[Point], waiting: Sequence[Point]) -> None:
         now = time.monotonic()
         self._left.update(results, running, now)
         self._time_left = self._left.seconds(results, running, waiting, now) if running or waiting else None
@@ -127,11 +117,8 @@ class ProgressLines:
         return f"{self._counts}, some {format_seconds(max(0.0, self._time_left))} left"
 
 
-def summary(
-    results: Mapping[Point, Result], running: Sequence[Point], waiting: Sequence[Point], n_expected: int
-) -> str:
-    """`14 of some 40 runs done, 1 failed, 2 running, 3 waiting`. Waiting runs could start now. Their losses decide
-    which runs come later."""
+def summary(results: Results, running: Sequence[Point], waiting: Sequence[Point], n_expected: int) -> str:
+    """`14 of some 40 runs done, 1 failed, 2 running, 3 waiting`. Losses of the waiting decide which runs come later."""
     n_failed = sum(result.state == FAILED for result in results.values())
     n_expected = max(n_expected, len(results) + len(running) + len(waiting))
     words = [f"{len(results) - n_failed} of some {n_expected} runs done"]
@@ -139,7 +126,7 @@ def summary(
     return ", ".join([*words, f"{len(running)} running", f"{len(waiting)} waiting"])
 
 
-def best_so_far(study: Study, arm: str, results: Mapping[Point, Result]) -> str:
+def best_so_far(study: Study, arm: str, results: Results) -> str:
     """`loss 3.4312 at 819k tokens with lr=0.002 (2 of 3 seeds)`, at the largest budget with a loss."""
     for budget in reversed(study.budgets):
         trials: Trials = {}

@@ -52,8 +52,7 @@ def _highest() -> float:
 
 
 class Lattice:
-    """The tried learning rates: the recipe's times whole powers of the factor. They have six digits, like the names of
-    runs, so studies share them."""
+    """The tried rates: the recipe's times powers of the factor, in six digits, like the names of runs."""
 
     def __init__(self, start: float, factor: float) -> None:
         self.start, self._factor = start, factor

@@ -3,7 +3,7 @@
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from operator import attrgetter
@@ -22,28 +22,16 @@ from ngpt_train.study.descent import write_phases
 from ngpt_train.study.engines import Ended, Engine, Job
 from ngpt_train.study.engines.local import local_engine, usable_cores, usable_gpus
 from ngpt_train.study.engines.slurm import slurm_engine
-from ngpt_train.study.points import (
-    FAILED,
-    FAILURES,
-    Point,
-    Result,
-    Runs,
-    differences,
-    failure_record,
-)
+from ngpt_train.study.points import FAILED, FAILURES, Point, Result, Results, Runs, differences, failure_record
 from ngpt_train.study.progress_lines import ProgressLines
 from ngpt_train.study.search import next_points, phases
+from ngpt_train.study.tuning import sorted_values
 
 LOOK_SECONDS = 0.5
+Then = Callable[[Config, Study, Results], int]  # what follows once the runs are made; returns the exit code
 
 
-def make(
-    verb: str,
-    config: Config,
-    overrides: Sequence[str],
-    options: Sequence[str],
-    then: Callable[[Config, Study, Mapping[Point, Result]], int],
-) -> int:
+def make(verb: str, config: Config, overrides: Sequence[str], options: Sequence[str], then: Then) -> int:
     """Makes the runs of the study, and returns what `then` returns of them while nobody else can write to the study; 0
     for a dry run, and where it was interrupted. verb: `study` or `transfer`. options: of its runs too, such as
     --config-dir DIR.
@@ -97,7 +85,7 @@ def make(
             lock.release()
 
 
-def ended(study: Study, results: Mapping[Point, Result]) -> tuple[list[Result], int]:
+def ended(study: Study, results: Results) -> tuple[list[Result], int]:
     """Says which runs have failed; these, and the exit code: 1 where one has crashed too often."""
     failed = [result for result in results.values() if result.state == FAILED]
     for result in failed:
@@ -108,13 +96,11 @@ def ended(study: Study, results: Mapping[Point, Result]) -> tuple[list[Result], 
 
 def _check_comparison(config: Config, study: Study) -> None:
     """Raises ConfigError for what the comparison at the study's end, hours later, would refuse."""
-    compare = config.compare
-    if compare.out is not None:
-        check_out(Path(compare.out).expanduser())
-    if compare.baseline is None or compare.arms is not None:
-        return
-    if not (study.runs / Path(compare.baseline).name).exists():
-        check_arm(f"compare.baseline={compare.baseline}", compare.baseline, study.arms)
+    out, baseline = config.compare.out, config.compare.baseline
+    if out is not None:
+        check_out(Path(out).expanduser())
+    if baseline is not None and config.compare.arms is None and not (study.runs / Path(baseline).name).exists():
+        check_arm(f"compare.baseline={baseline}", baseline, study.arms)
 
 
 def _taken(study: Study) -> DirectoryLock:
@@ -125,15 +111,11 @@ def _taken(study: Study) -> DirectoryLock:
         lock.create()
         lock.take()
     except BlockingIOError:
-        raise ConfigError(
-            f"study.name={study.name}: {lock.holder()} is running the study in {study.path}. Wait for it, stop it, or "
-            "choose another study.name."
-        ) from None
+        problem = f"study.name={study.name}: {lock.holder()} is running the study in {study.path}"
+        raise ConfigError(f"{problem}. Wait for it, stop it, or choose another study.name.") from None
     except OSError as error:
-        raise ConfigError(
-            f"study.root={study.root}: {study.path} cannot be written or locked ({error.strerror}). Choose another "
-            "study.root."
-        ) from None
+        problem = f"study.root={study.root}: {study.path} cannot be written or locked ({error.strerror})"
+        raise ConfigError(f"{problem}. Choose another study.root.") from None
     return lock
 
 
@@ -155,11 +137,8 @@ class Runner:
     _known: int = -1
 
     def complete(self) -> bool:
-        """Makes all wanted runs; False if it was stopped before the end.
-
-        Raises ConfigError if a run was refused or has another configuration, and DataError if a new run cannot read its
-        data. The other runs save first.
-        """
+        """Makes all wanted runs; False if it was stopped before the end. Raises ConfigError if a run was refused or has
+        another configuration, and DataError if a new run cannot read its data. The other runs save first."""
         for record in sorted((self.study.path / FAILURES).glob("*.json")):
             record.unlink()  # crashed runs are tried again
         for point in self._made():  # also points that a grown study does not ask for any more
@@ -172,31 +151,25 @@ class Runner:
                 self.engine.ended(LOOK_SECONDS)
             raise
 
-    def _made(self) -> list[Point]:
+    def _made(self) -> Iterator[Point]:
         """The points with a run in the study's directory. Raises DataError for a damaged config.yaml."""
-        points = []
         for path in sorted(self.study.runs.glob("*/config.yaml")):
-            name = path.parent.name
             for arm, budget in product(self.study.arms, self.study.budgets):
-                if not name.startswith(f"{arm}-{budget}-"):
-                    continue
-                stored = read_yaml(path)
-                keys = (LR, *self.study.keys_of(arm))
-                values = tuple(sorted((key, hashable(attrgetter(key)(stored))) for key in keys))
-                point = Point(arm, budget, values, stored.run.seed)
-                if point.directory == name and not differences(stored, self.runs.config(point)):
-                    points.append(point)
-        return points
+                if path.parent.name.startswith(f"{arm}-{budget}-"):
+                    stored, keys = read_yaml(path), (LR, *self.study.keys_of(arm))
+                    values = sorted_values({key: hashable(attrgetter(key)(stored)) for key in keys})
+                    point = Point(arm, budget, values, stored.run.seed)
+                    if point.directory == path.parent.name and not differences(stored, self.runs.config(point)):
+                        yield point
 
     def _loop(self) -> bool:
         while True:
-            wanted = self._wanted()
-            stopping = self.is_stopping()
+            wanted, stopping = self._wanted(), self.is_stopping()
             if stopping:
                 self.engine.stop()
             else:
                 self._start(wanted)
-            held = {job.point for job in self.engine.running()}
+            held = self._held()
             running = sorted(held, key=lambda point: wanted.index(point) if point in wanted else len(wanted))
             self.progress.update(self.results, running, [point for point in wanted if point not in held])
             if not held and (stopping or not wanted):
@@ -208,16 +181,18 @@ class Runner:
                 time.sleep(LOOK_SECONDS)
 
     def _wanted(self) -> list[Point]:
-        """The wanted points without a result, running or not. Short runs come first, so arms can be compared early.
-        Each new result may change the wanted points."""
+        """The wanted points without a result, running or not; short runs first, so arms can be compared early."""
         self._look([point for point in self._points if point in self._awaited])
         while self._known != len(self.results):
             self._known = len(self.results)
             points = next_points(self.study, self.runs.start, self.runs.grids, self.results)
             self._points = sorted(points, key=lambda point: point.budget)
-            held = {job.point for job in self.engine.running()}
+            held = self._held()
             self._look([point for point in self._points if point not in held])
         return [point for point in self._points if point not in self.results]
+
+    def _held(self) -> set[Point]:
+        return {job.point for job in self.engine.running()}
 
     def _look(self, points: Sequence[Point]) -> None:
         """Takes over the results of ended runs, also of runs shared with other studies."""
@@ -226,7 +201,10 @@ class Runner:
             self._share(point, run)
             _check_whole(run)
             if point not in self._checked and (run / "config.yaml").exists():
-                self._check(point, run)
+                if found := differences(read_yaml(run / "config.yaml"), self.runs.config(point)):
+                    lines = [f"{name}: {show(old)} -> {show(new)}" for name, old, new in found]
+                    fix = "Choose another study.name, or delete this directory to have the run made again."
+                    raise mismatch(f"study.name={self.study.name}: {run} is another run than the study's", lines, fix)
                 self._checked.add(point)
             self._take_over(point)
 
@@ -242,8 +220,7 @@ class Runner:
             run.unlink()  # the other study is gone
         if (run / "config.yaml").exists() or self._attempts[point]:
             return False
-        other = self.runs.equal_run(point)
-        if other is None:
+        if (other := self.runs.equal_run(point)) is None:
             return False
         run.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -253,21 +230,12 @@ class Runner:
         self.progress.say(f"{point.directory}: shares the run {other}")
         return True
 
-    def _check(self, point: Point, run: Path) -> None:
-        found = differences(read_yaml(run / "config.yaml"), self.runs.config(point))
-        if found:
-            lines = [f"{name}: {show(old)} -> {show(new)}" for name, old, new in found]
-            fix = "Choose another study.name, or delete this directory to have the run made again."
-            raise mismatch(f"study.name={self.study.name}: {run} is another run than the study's", lines, fix)
-
     def _start(self, wanted: Sequence[Point]) -> None:
-        held = {job.point for job in self.engine.running()}
-        for point in wanted:
+        held = self._held()
+        for point in [point for point in wanted if point not in held]:
             if self.engine.room() < 1:
                 return
             run = self.runs.directory(point)
-            if point in held:
-                continue
             if self._share(point, run):  # another study has begun it since the last look
                 self._awaited.add(point)
             elif (lock := DirectoryLock(run)).is_taken():
@@ -276,8 +244,7 @@ class Runner:
                 self._awaited.add(point)
             else:
                 self._awaited.discard(point)
-                job = Job(point, run, (*self.runs.arguments(point), *self.study.options))
-                self.engine.start(job)
+                self.engine.start(Job(point, run, (*self.runs.arguments(point), *self.study.options)))
 
     def _judge(self, ended: Ended) -> None:
         """After the end of a job: takes its result, starts it again, or records a failure."""
@@ -315,7 +282,5 @@ class Runner:
 def _check_whole(run: Path) -> None:
     """Raises DataError if a run directory was deleted during its training, which then wrote into it again."""
     if not (run / "config.yaml").exists() and any((run / name).exists() for name in ("checkpoints", "exit.json")):
-        raise DataError(
-            f"{run} has lost its config.yaml, as if it had been deleted while the run trained. Delete this directory, "
-            "and the same command makes the run again."
-        )
+        problem = f"{run} has lost its config.yaml, as if it had been deleted while the run trained"
+        raise DataError(f"{problem}. Delete this directory, and the same command makes the run again.")

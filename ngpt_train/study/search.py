@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from ngpt_train.study.definition import LR, Study
 from ngpt_train.study.descent import Grid, Phase, descend
-from ngpt_train.study.points import DONE, Point, Result, carried
+from ngpt_train.study.points import DONE, Point, Results, carried
 from ngpt_train.study.rates import At, Lattice, first_rates, next_rates
 from ngpt_train.study.tuning import Trials, best_values, noise_between_seeds, sorted_values, tunings
 
@@ -16,28 +16,22 @@ Grids = Callable[[str, int], Mapping[str, Grid]]  # (arm, budget): of the furthe
 OUT_OF_MEMORY, CRASHED = "out of memory", "attempts)"
 
 
-def next_points(study: Study, starts: Starts, grids: Grids, results: Mapping[Point, Result]) -> list[Point]:
-    """The points that can run now, also unfinished ones. None are left in a complete study. results: only final ones
-    count."""
+def next_points(study: Study, starts: Starts, grids: Grids, results: Results) -> list[Point]:
+    """The points that can run now, also unfinished ones; none in a complete study. results: only final ones count."""
     return [point for arm in study.arms for point in _Arm(study, arm, starts, grids, results).wanted]
 
 
-def phases(
-    study: Study, starts: Starts, grids: Grids, results: Mapping[Point, Result]
-) -> dict[tuple[str, int], list[Phase]]:
+def phases(study: Study, starts: Starts, grids: Grids, results: Results) -> dict[tuple[str, int], list[Phase]]:
     """The phases of the descent so far, by arm and budget."""
-    return {
-        (arm, budget): found
-        for arm in study.arms
-        for budget, found in _Arm(study, arm, starts, grids, results).phases.items()
-    }
+    of_arms = {arm: _Arm(study, arm, starts, grids, results).phases for arm in study.arms}
+    return {(arm, budget): found for arm, of_arm in of_arms.items() for budget, found in of_arm.items()}
 
 
 class _Arm:
     """The search of an arm. It goes through rounds. The points of a round depend only on the losses of earlier rounds.
     So a study ends with the same points in whatever order they finish, and after a kill."""
 
-    def __init__(self, study: Study, arm: str, starts: Starts, grids: Grids, results: Mapping[Point, Result]) -> None:
+    def __init__(self, study: Study, arm: str, starts: Starts, grids: Grids, results: Results) -> None:
         self._study, self._arm, self._starts, self._grids = study, arm, starts, grids
         self._known, self._losses = ({budget: Trials() for budget in study.search_order} for _ in range(2))
         self.phases: dict[int, list[Phase]] = {}  # of the descent at a budget, so far
@@ -86,8 +80,7 @@ class _Arm:
         return next_rates(self._study, lattice, trials, sigma)
 
     def _beginning(self, budget: int, earlier: Mapping[int, Trials]) -> list[At]:
-        """The first points of a budget. The further keys have the best values of the last budget before, or their
-        starts."""
+        """The first points of a budget. Further keys have the best values of the budget before, or their starts."""
         lattice, bests = self._lattice(budget), {b: x for b, trials in earlier.items() if (x := best_values(trials))}
         lr = lattice.nearest(_expected_lr(budget, earlier) or lattice.start)
         if bests:
@@ -98,7 +91,7 @@ class _Arm:
         return first_rates(self._study, lattice, sorted_values(centre | {LR: lr}))
 
 
-def _finished(study: Study, arm: str, results: Mapping[Point, Result]) -> dict[Point, float]:
+def _finished(study: Study, arm: str, results: Results) -> dict[Point, float]:
     """The end losses of an arm's points within the study, with failures as in `Trials`."""
     finished = {}
     for point in sorted(results, key=repr):

@@ -29,28 +29,23 @@ UNLIMITED = ("optim.clip_norm", "optim.angle_cap", "model.logit_soft_cap")  # ke
 def tunings(
     trials: Mapping[int, Trials], listed: Collection[str] = (), confidence: float = 0.95, complete: bool = False
 ) -> dict[tuple[int, str], Tuning]:
-    """The tuning of an arm by budget and key, with the other keys at their best values.
-
-    trials: by budget. listed: further keys, tuned by a descent. complete: see `best_values`.
-    """
+    """The tuning of an arm by budget and key, with the other keys at their best values. trials: by budget. listed:
+    further keys, tuned by a descent. complete: see `best_values`."""
     sigma, degrees = noise_between_seeds(trials.values())
     found = {}
     for budget, of_budget in trials.items():
         best = best_values(of_budget, complete)
         for key in sorted({key for values in of_budget for key, _ in values}):
             line = line_of(of_budget, key, best)
-            own, _ = noise_between_seeds([of_budget])  # as in the descent
-            found[budget, key] = analyse(
-                line, own if key in listed else sigma, key in listed, confidence, degrees, all_keys().get(key)
-            )
+            is_listed, limits = key in listed, all_keys().get(key)
+            noise = noise_between_seeds([of_budget])[0] if is_listed else sigma  # as in the descent
+            found[budget, key] = analyse(line, noise, is_listed, confidence, degrees, limits)
     return found
 
 
 def noise_between_seeds(trials: Iterable[Trials]) -> tuple[float, float]:
-    """The pooled standard deviation of the end loss between seeds, and its degrees of freedom (0: unknown).
-
-    It is not too small for comparisons of values by the same seeds, in which a part of the noise cancels.
-    """
+    """The pooled standard deviation of the end loss between seeds, and its degrees of freedom (0: unknown). It is not
+    too small for comparisons of values by the same seeds, in which a part of the noise cancels."""
     squares = degrees = 0.0
     for of_budget in trials:
         for losses in of_budget.values():
@@ -169,8 +164,7 @@ def analyse(
 
 
 class Line:
-    """The runs of one key: end losses by value and seed. A value with a failed seed has an infinite mean. best: None if
-    all have failed."""
+    """The runs of one key: losses by value and seed. A failed seed makes a mean infinite. best: None if all failed."""
 
     def __init__(self, runs: Mapping[Any, Mapping[int, float]], best: Any) -> None:
         self.best = best
@@ -198,11 +192,9 @@ class Line:
         return [value for value in values if value < self.best], [value for value in values if value > self.best]
 
     def _gap(self, value: Any) -> float:
-        """The loss of a value less the best's: by means, or over shared seeds, the smaller of the two.
-
-        Most values have the first seed alone. If this seed is hard, the means alone would call them bad. The shared
-        seeds alone would trust the luck of the best.
-        """
+        """The loss of a value less the best's: by means, or over shared seeds, the smaller of the two. Most values have
+        the first seed alone: if it is hard, means alone would call them bad. Shared seeds alone trust the luck of the
+        best."""
         return min(self.mean(value) - self.mean(self.best), self._paired_gap(value))
 
     def _paired_gap(self, value: Any) -> float:

@@ -109,10 +109,6 @@ class Chart:
     labels: Mapping[str, str]
     choices: list[Choice] = field(default_factory=list)
 
-    @property
-    def has_marks(self) -> bool:
-        return any(plot.marks for plot in self.plots)
-
     def choice_of_arms(self, label: str) -> Choice:
         """The choice among the arms with a mark."""
         shown = {mark.arm for plot in self.plots for mark in plot.marks}
@@ -137,21 +133,15 @@ def as_json(charts: Iterable[Chart]) -> str:
     """The charts as JSON, escaped for the script around it. Equal arrays of numbers are written once, since many curves
     have the same steps; a field with its default is left out."""
     arrays: dict[str, int] = {}
-    found = {
-        chart.name: {
-            "arms": {arm: [look.colour, look.symbol, chart.labels[arm]] for arm, look in chart.looks.items()},
-            "plots": [
-                {
-                    "marks": [_mark(mark, arrays) for mark in plot.marks],
-                    "x": [_axis(axis) for axis in plot.x],
-                    "y": [_axis(axis) for axis in plot.y],
-                    "height": plot.height,
-                }
-                for plot in chart.plots
-            ],
-        }
-        for chart in charts
-    }
+
+    def content(plot: Plot) -> dict[str, Any]:
+        axes = {"x": list(map(_axis, plot.x)), "y": list(map(_axis, plot.y))}
+        return {"marks": [_mark(mark, arrays) for mark in plot.marks], **axes, "height": plot.height}
+
+    found = {}
+    for chart in charts:
+        arms = {arm: [look.colour, look.symbol, chart.labels[arm]] for arm, look in chart.looks.items()}
+        found[chart.name] = {"arms": arms, "plots": list(map(content, chart.plots))}
     text = _json(found)
     return f'{{"charts":{text},"arrays":[{",".join(arrays)}]}}'.replace("<", "\\u003c")
 

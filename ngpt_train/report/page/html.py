@@ -1,5 +1,4 @@
-"""A page: one HTML file with its figures, its script and its numbers inside, which opens without a network. Every text
-goes through `escape`."""
+"""A page: one HTML file with figures, script and numbers inside, which needs no network. Every text is escaped."""
 
 from __future__ import annotations
 

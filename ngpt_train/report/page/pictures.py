@@ -36,8 +36,7 @@ LINE, SYMBOL = 0.75, 0.62  # points for a pixel of the page
 
 @dataclass(frozen=True)
 class Picture:
-    """A chart as a picture. chosen: one option of a choice; other choices are as at first. beside: the choice with a
-    panel for each option."""
+    """A chart as a picture. chosen: other options than at first. beside: the choice with a panel for each option."""
 
     caption: str = ""
     chosen: Mapping[str, str] = field(default_factory=dict)

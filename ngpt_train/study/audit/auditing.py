@@ -1,5 +1,4 @@
-"""The audit of a run: checks of its files against each other, then random windows of it trained again, each in a
-directory of its own, and compared with the records."""
+"""Audits a run: checks its files against each other, and compares random windows, trained again, with its records."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,21 +23,13 @@ from ngpt_train.config.sections.studies import AuditConfig
 from ngpt_train.config.stored import read_yaml, write_yaml
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json, write_json
+from ngpt_train.core.recorded import Record
 from ngpt_train.study.audit.certificate import FORMAT, METRICS, Finding, contradiction, sums_of
 from ngpt_train.study.audit.record_checks import check_checkpoint, check_records, last_step
 from ngpt_train.study.compare.runs import Run, read_rows, read_run
 from ngpt_train.study.engines.child import ending_with_us, last_line
 from ngpt_train.study.points import DIVERGED
-from ngpt_train.training.checkpoint.catalogue import (
-    MANIFEST,
-    STATE,
-    VALIDATION,
-    has_tensors,
-    list_checkpoints,
-    read_manifest,
-    read_validation_losses,
-    step_of,
-)
+from ngpt_train.training.checkpoint import catalogue
 
 OF_THE_MACHINE = ("device", "cpu")  # facts of run.json; ranks and threads are set as in the run
 RANKS_A_CORE, MOST_THREADS = 8, 1024  # limits for the ranks and threads in a run.json
@@ -85,23 +76,21 @@ def audit(
     if not starts or any(start.get("step") is None for start in starts) or min(start["step"] for start in starts) > 0:
         raise DataError(f"{path / 'run.json'} is damaged: it does not say how the run began")
     _check_room(path, starts)
-    sums, checkpoints = sums_of(path), list_checkpoints(path / "checkpoints")
-    kept, begun, last = [step_of(x) for x in checkpoints], [start["step"] for start in starts], last_step(run)
-    why_not = _other_machine(starts[-1], here)
+    sums, checkpoints = sums_of(path), catalogue.list_checkpoints(path / "checkpoints")
+    kept, begun = [catalogue.step_of(x) for x in checkpoints], [start["step"] for start in starts]
+    last, why_not = last_step(run), _other_machine(starts[-1], here)
 
     sound: dict[int, Config] = {}  # by step: the configs of undamaged checkpoints
-    found = _other_commits(starts, here)
-    found += check_records(run, config, max(begun), kept, exact=not why_not)
-    validation_losses: dict[int, float] = {}
+    found = [*_other_commits(starts, here), *check_records(run, config, max(begun), kept, exact=not why_not)]
     try:
-        validation_losses = read_validation_losses(path / "checkpoints")
+        validation_losses = catalogue.read_validation_losses(path / "checkpoints")
     except DataError as error:
-        found.append(Finding(VALIDATION, str(error)))
+        validation_losses = {}
+        found.append(Finding(catalogue.VALIDATION, str(error)))
     for checkpoint in checkpoints:
-        newest = checkpoint == checkpoints[-1]
-        stored, problems = check_checkpoint(checkpoint, run, config, newest, validation_losses)
+        stored, problems = check_checkpoint(checkpoint, run, config, checkpoint == checkpoints[-1], validation_losses)
         if stored is not None:
-            sound[step_of(checkpoint)] = taken(stored)
+            sound[catalogue.step_of(checkpoint)] = taken(stored)
         found += problems
     _print(found)
 
@@ -171,39 +160,35 @@ def _other_machine(facts: Mapping[str, Any], here: Mapping[str, Any]) -> list[st
     return found
 
 
-def _other_commits(starts: Sequence[Mapping[str, Any]], here: Mapping[str, Any]) -> list[Finding]:
-    found, now = [], here.get("git_commit")
+def _other_commits(starts: Sequence[Mapping[str, Any]], here: Mapping[str, Any]) -> Iterator[Finding]:
+    now = here.get("git_commit")
     for commit in dict.fromkeys(start.get("git_commit") for start in starts):
         if None not in (commit, now) and commit != now:
             says = f"run.json says that commit {commit} trained, this is {now}"
             says += " (+: with changes that are not committed)" if "+" in f"{commit}{now}" else ""
-            found.append(Finding("run.json", says, None, "git_commit", commit, now))
-    return found
+            yield Finding("run.json", says, None, "git_commit", commit, now)
 
 
-def _unknown(run: Run, here: Mapping[str, Any]) -> list[str]:
+def _unknown(run: Run, here: Mapping[str, Any]) -> Iterator[str]:
     """Notes on facts that run.json does not say."""
-    notes, commit = [], run.facts.get("git_commit")
+    commit = run.facts.get("git_commit")
     if commit is None or here.get("git_commit") is None:
-        notes.append("the commit of the run, or of this code, is not known")
+        yield "the commit of the run, or of this code, is not known"
     elif commit.endswith("+"):
-        notes.append(f"commit {commit[:12]} had changes that were not committed: no name says which")
+        yield f"commit {commit[:12]} had changes that were not committed: no name says which"
     if unknown := [name for name in (*OF_THE_MACHINE, "threads") if name not in run.facts]:
-        notes.append(f"run.json does not say {', '.join(unknown)}: taken as here")
-    return notes
+        yield f"run.json does not say {', '.join(unknown)}: taken as here"
 
 
-def _not_reached(run: Run, trained: Sequence[Window], checkpoints: Sequence[int]) -> list[str]:
+def _not_reached(run: Run, trained: Sequence[Window], checkpoints: Sequence[int]) -> Iterator[str]:
     """Notes on files that no window and no sum has checked."""
-    notes = []
     reached = {x.start for x in trained} | {x.end for x in trained if x.checkpoint}
     if alone := [f"step_{step:08d}" for step in checkpoints if step not in reached]:
-        notes.append(f"no window begins at the weights of {', '.join(alone)}, or compared them at its end")
+        yield f"no window begins at the weights of {', '.join(alone)}, or compared them at its end"
     if run.evals and not any((run.path / "evals").glob("step_*.npz")):
-        notes.append("the run has no evals/: the losses of single rows were compared with nothing")
+        yield "the run has no evals/: the losses of single rows were compared with nothing"
     if run.end is not None and run.end["code"] == DIVERGED and run.end["step"] not in {x.end for x in trained}:
-        notes.append(f"exit.json says that the run diverged at step {run.end['step']}, where no window ends")
-    return notes
+        yield f"exit.json says that the run diverged at step {run.end['step']}, where no window ends"
 
 
 @dataclass
@@ -249,7 +234,8 @@ class Window:
                 if process.poll() is None:
                     process.terminate()
                     process.wait()
-        if code and not (code == DIVERGED and self.run.end is not None and self.run.end["code"] == DIVERGED):
+        diverged_as_recorded = code == DIVERGED == (self.run.end or {}).get("code")
+        if code and not diverged_as_recorded:
             said = last_line(place / "log")
             problem = said.partition(": ")[2] or said or f"exit code {code}"
             says = f"steps {self.start + 1} to {self.end} cannot be trained again: {problem}"
@@ -301,15 +287,13 @@ class Window:
             says = f"exit.json says that the run diverged at step {end}, training again does not"
             self.found.append(Finding("exit.json", says, end, "code", DIVERGED, 0))
 
-    def _evals(self, run: Run) -> dict[int, dict[str, Any]]:
+    def _evals(self, run: Run) -> dict[int, Record]:
         """The validations in the window. With eval.budget a validation at the end of a training has other rows."""
         fewer = self.config.eval.budget is not None and self.end < self.config.train.steps
         last = self.end - 1 if fewer else self.end
         return {record["step"]: record for record in run.evals if self.start <= record["step"] <= last}
 
-    def _compare_records(
-        self, kind: str, then: Mapping[int, Mapping[str, Any]], now: Mapping[int, Mapping[str, Any]]
-    ) -> int:
+    def _compare_records(self, kind: str, then: Mapping[int, Record], now: Mapping[int, Record]) -> int:
         """Compares the records of a kind by step; returns the number of compared pairs."""
         for step in sorted(now.keys() - then.keys()):
             self.found.append(Finding(METRICS, f"there is no {kind} record of step {step}", step))
@@ -349,15 +333,15 @@ class Window:
     def _compare_checkpoints(self, again: Run) -> None:
         """Compares weights, moments and counters at the end of the window, by their checksums."""
         one, other = (of.path / "checkpoints" / f"step_{self.end:08d}" for of in (self.run, again))
-        if self.tolerance is not None or not (one / MANIFEST).is_file():
+        if self.tolerance is not None or not (one / catalogue.MANIFEST).is_file():
             return
         try:
-            files, files_now = read_manifest(one), read_manifest(other)
-            counters, counters_now = dict(read_json(one / STATE)), dict(read_json(other / STATE))
+            files, files_now = catalogue.read_manifest(one), catalogue.read_manifest(other)
+            counters, counters_now = dict(read_json(one / catalogue.STATE)), dict(read_json(other / catalogue.STATE))
         except (DataError, TypeError, ValueError):
             return  # `check_checkpoint` names a damaged one
         self.checkpoint = True
-        tensors, tensors_now = ({x: entry for x, entry in of.items() if has_tensors(x)} for of in (files, files_now))
+        tensors, tensors_now = ({x: of[x] for x in of if catalogue.has_tensors(x)} for of in (files, files_now))
         if tensors != tensors_now:
             says = f"the weights or moments of checkpoint {one.name} are not those of training again"
             self.found.append(Finding(one.name, says, self.end))
@@ -372,5 +356,5 @@ class Window:
 def copy_checkpoint(checkpoint: Path, target: Path) -> None:
     """Copies the files in the manifest. Others are not verified, and may be links to anywhere."""
     target.mkdir(parents=True)
-    for name in (MANIFEST, *read_manifest(checkpoint)):
+    for name in (catalogue.MANIFEST, *catalogue.read_manifest(checkpoint)):
         shutil.copyfile(checkpoint / name, target / name)

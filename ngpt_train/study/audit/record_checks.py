@@ -18,15 +18,7 @@ from ngpt_train.optim.schedule import lr_at
 from ngpt_train.study.audit.certificate import METRICS, Finding, contradiction
 from ngpt_train.study.compare.runs import Run, contradicted
 from ngpt_train.study.points import ENDED
-from ngpt_train.training.checkpoint.catalogue import (
-    MANIFEST,
-    STATE,
-    VALIDATION,
-    differences,
-    read_manifest,
-    read_progress,
-    step_of,
-)
+from ngpt_train.training.checkpoint import catalogue
 
 KINDS = ("train", "eval")  # in the order in which a step writes its records
 MOST_FINDINGS = 1000  # a record of step 10**18 leaves as many steps without a record
@@ -34,11 +26,8 @@ SAME = 1e-12  # relative tolerance of equal sums in fp64, added in another order
 
 
 def check_records(run: Run, config: Config, begun: int, checkpoints: Sequence[int], exact: bool) -> list[Finding]:
-    """Contradictions in metrics.jsonl and evals/.
-
-    config: of the last start, which began at step `begun`. checkpoints: the steps of the kept checkpoints. exact: False
-    on another kind of machine, whose last digits may differ.
-    """
+    """Contradictions in metrics.jsonl and evals/. config: of the last start, which began at step `begun`. checkpoints:
+    the steps of the kept ones. exact: False on another kind of machine, whose last digits may differ."""
     found = chain(
         _order(run.path / METRICS),
         _end(run, config, checkpoints),
@@ -52,8 +41,7 @@ def check_records(run: Run, config: Config, begun: int, checkpoints: Sequence[in
 
 
 def _order(path: Path) -> Iterator[Finding]:
-    """Records stand in the order of their steps, each once and as the program writes it. Only the last line may be
-    damaged."""
+    """Records stand in the order of their steps, each once, as the program writes it. The last line may be damaged."""
     before, broken = (-1, 0), 0
     for number, (line, record) in enumerate(json_lines(path), start=1):
         if broken:
@@ -124,17 +112,14 @@ def _sums(run: Run, config: Config) -> Iterator[Finding]:
 
 
 def _repeated_targets(config: Config) -> int:
-    """Targets of an epoch that are not counted: the last row of prepared text repeats some of the row before, for each
-    source."""
+    """Targets of an epoch that do not count: the last row of prepared text repeats some of the row before it."""
     sources = [source.data for source in mixture_of(config.data)] if config.data.kind == "mixture" else [config.data]
     return sum(not source.streamed for source in sources) * (config.model.context - 1)
 
 
 def _schedule(run: Run, config: Config, begun: int, tolerance: float) -> Iterator[Finding]:
-    """The learning rate is a function of config and step.
-
-    Before the last start train.steps may have been smaller. If no rate there is the config's, none is judged.
-    """
+    """The learning rate is a function of config and step. Before the last start train.steps may have been smaller: if
+    no rate there is the config's, none is judged."""
     for part in ([x for x in run.train if x["step"] <= begun], [x for x in run.train if x["step"] > begun]):
         rates = [lr_at(x["step"] - 1, config.schedule, float(config.optim.lr), config.train.steps) for x in part]
         wrong = [(x, lr) for x, lr in zip(part, rates, strict=True) if not _close(x.get("lr"), lr, tolerance)]
@@ -187,10 +172,10 @@ def check_checkpoint(
 ) -> tuple[Config | None, list[Finding]]:
     """The config of a kept checkpoint, None if the checkpoint is damaged; its contradictions with records and
     config.yaml. validation_losses: of the run, by step (validation.json)."""
-    step, name = step_of(path), path.name
+    step, name = catalogue.step_of(path), path.name
     try:
-        problems = differences(path, read_manifest(path))
-        progress, stored = read_progress(path), read_yaml(path / "config.yaml")
+        problems = catalogue.differences(path, catalogue.read_manifest(path))
+        progress, stored = catalogue.read_progress(path), read_yaml(path / "config.yaml")
     except DataError as error:
         problems = [str(error)]
     if problems:
@@ -211,10 +196,10 @@ def check_checkpoint(
     if config.eval.budget is not None:  # the last record is of more rows than the loss that is compared
         validation_losses = {}
     for records, field, file, value in (
-        (run.train, "loss", MANIFEST, read_json(path / MANIFEST).get("loss")),
-        (run.train, "tokens", STATE, progress["tokens"]),
-        (run.train, "data_hash", STATE, progress["data"].get("data_hash")),
-        (run.evals, "loss", VALIDATION, validation_losses.get(step)),
+        (run.train, "loss", catalogue.MANIFEST, read_json(path / catalogue.MANIFEST).get("loss")),
+        (run.train, "tokens", catalogue.STATE, progress["tokens"]),
+        (run.train, "data_hash", catalogue.STATE, progress["data"].get("data_hash")),
+        (run.evals, "loss", catalogue.VALIDATION, validation_losses.get(step)),
     ):
         record: Mapping[str, Any] = next((x for x in records if x["step"] == step), {})
         if value is not None and field in record and record[field] != value:

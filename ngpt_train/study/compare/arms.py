@@ -4,15 +4,15 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.validate import mistake, show
 from ngpt_train.study.compare.compared_keys import HARDWARE, OF_THE_BUDGET, covers, identity, is_harmless
-from ngpt_train.study.compare.runs import Run
+from ngpt_train.study.compare.runs import Arms, Run
 from ngpt_train.study.definition import LR, check_arm
 from ngpt_train.study.tuning import Values
 
@@ -22,21 +22,19 @@ _OF_A_STUDY = re.compile(r"(?P<arm>.+)-\d+(-.+)?-seed\d+(-[0-9a-f]{12})?")  # th
 _SIZES = re.compile(r"-d\d+-L\d+$")  # of an arm's name, by `transfer`
 _NUMBER = re.compile(r"[-_.]?(seed|s|lr)?[-_.]?\d[\d.]*(e[-+]?\d+)?", re.IGNORECASE)
 
-Arms = dict[str, list[Run]]
+T = TypeVar("T")
 
 
-def named_arms(runs: Iterable[Run], patterns: Sequence[str]) -> tuple[Arms, list[Run]]:
+def named_arms(runs: Sequence[Run], patterns: Sequence[str]) -> tuple[Arms, list[Run]]:
     """The arms of compare.arms, NAME:PATTERN each, and the runs in none of them. Raises ConfigError."""
-    arms: Arms = {}
+    arms: dict[str, list[Run]] = {}
     taken: dict[Path, str] = {}
-    runs = list(runs)
     for item in patterns:
         name, colon, pattern = item.partition(":")
         if not colon or not name or not pattern:
-            raise mistake(
-                f"compare.arms: {item} is not NAME:PATTERN", "For example compare.arms=[gpt:gpt-*,ngpt:ngpt-*]"
-            )
-        found = [run for run in runs if _matches(run, pattern)]
+            fix = "For example compare.arms=[gpt:gpt-*,ngpt:ngpt-*]"
+            raise mistake(f"compare.arms: {item} is not NAME:PATTERN", fix)
+        found = [run for run in runs if any(fnmatchcase(known, pattern) for known in _known_as(run))]
         if not found:
             names = ", ".join(sorted(run.path.name for run in runs)[:8])
             raise mistake(f"compare.arms: no run is named {pattern}", f"Among the runs are: {names}")
@@ -47,19 +45,16 @@ def named_arms(runs: Iterable[Run], patterns: Sequence[str]) -> tuple[Arms, list
     return arms, [run for run in runs if run.path not in taken]
 
 
-def _matches(run: Run, pattern: str) -> bool:
-    names = (run.path.name, str(run.path), str(run.config.get("run.name", "")))
-    return any(fnmatchcase(name, pattern) for name in names)
+def _known_as(run: Run) -> tuple[str, str, str]:
+    return run.path.name, str(run.path), str(run.config.get("run.name", ""))
 
 
 def found_arms(runs: Sequence[Run], tuned: Collection[str]) -> Arms:
     """Arms by the configs, in the order of their first runs."""
-    groups = [list(runs)]
-    while True:
-        finer = [part for group in groups for part in _split(group, _primary(group, tuned))]
-        if len(finer) == len(groups):
-            break
-        groups = finer
+    groups, n_before = [list(runs)], 0
+    while len(groups) > n_before:
+        n_before = len(groups)
+        groups = [part for group in groups for part in _split(group, _primary(group, tuned))]
     groups = [part for group in groups for part in _apart(group, tuned)]
     groups.sort(key=lambda group: min(runs.index(run) for run in group))
     return dict(zip(_names(groups, tuned), groups, strict=True))
@@ -73,34 +68,31 @@ def _primary(group: Sequence[Run], tuned: Collection[str]) -> list[str]:
 
 def _split(group: Sequence[Run], keys: Sequence[str]) -> list[list[Run]]:
     """The runs grouped by the values of keys."""
-    return _by(group, lambda run: tuple(identity(run.config.get(key)) for key in keys))
+    return grouped(group, lambda run: tuple(identity(run.config.get(key)) for key in keys))
 
 
 def _apart(group: list[Run], tuned: Collection[str]) -> list[list[Run]]:
-    """Splits a group until no two runs have the same budget, seed and tuned values: by secondary keys, else by
-    directory (two studies), else by name."""
+    """Splits runs of equal budget, seed and tuned values: by secondary keys, by directory (two studies), or by name."""
     point = lambda run: json.dumps([run.budget, values_of(run, tuned), run.seed], default=str)  # noqa: E731
     if max(Counter(map(point, group)).values()) < 2:
         return [group]
     keys = {key for run in group for key in run.config if covers(_SECONDARY, key) and not is_harmless(key)}
     follows = {"train.steps", "run.seed", *tuned}
     differing = []
-    for twins in _by(group, point):
+    for twins in grouped(group, point):
         differing += [key for key in keys - follows if len(_split(twins, [key])) > 1]
-    parts = _split(group, sorted(set(differing)))
-    if len(parts) == 1:
-        parts = _by(group, lambda run: run.path.parent.resolve())
-    if len(parts) == 1:
-        parts = _by(group, stem)
-    if len(parts) == 1:
-        parts = [[run] for run in group]
-    return parts
+    by_keys = _split(group, sorted(set(differing)))
+    for parts in (by_keys, grouped(group, lambda run: run.path.parent.resolve()), grouped(group, stem)):
+        if len(parts) > 1:
+            return parts
+    return [[run] for run in group]
 
 
-def _by(group: Iterable[Run], key: Any) -> list[list[Run]]:
-    parts: dict[Any, list[Run]] = {}
-    for run in group:
-        parts.setdefault(key(run), []).append(run)
+def grouped(items: Iterable[T], key: Callable[[T], Any]) -> list[list[T]]:
+    """The items by their key, in the order of their first ones."""
+    parts: dict[Any, list[T]] = {}
+    for item in items:
+        parts.setdefault(key(item), []).append(item)
     return list(parts.values())
 
 

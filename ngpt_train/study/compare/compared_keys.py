@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -18,7 +18,7 @@ from ngpt_train.config.schema import build, schema_keys
 from ngpt_train.config.stored import to_dict
 from ngpt_train.config.validate import flatten
 from ngpt_train.core.errors import ConfigError
-from ngpt_train.study.compare.runs import Run, common_budgets
+from ngpt_train.study.compare.runs import Arms, Run, common_budgets
 
 # Sections and keys which the referee ignores, each with its reason. It compares all others.
 HARMLESS = {
@@ -72,9 +72,7 @@ MEANING = {
 PLACES_OF_TEXT = {"data.path", "data.val_files", "tokenizer.path"}
 PLACES_OF_ROWS = {"eval.rows", "eval.tokens", "eval.budget", "eval.contexts"}
 # Keys that follow the budget, in which the runs of an arm may differ.
-OF_THE_BUDGET = {
-    *("train.steps", "schedule.warmup_steps", "schedule.warmup_tokens", "model.psi_warmup_steps", "optim.lr"),
-}
+OF_THE_BUDGET = {"train.steps", "schedule.warmup_steps", "schedule.warmup_tokens", "model.psi_warmup_steps", "optim.lr"}
 OF_A_STEP = {"train.batch_rows", "train.batch_tokens", "model.context"}  # which train.steps and a warm-up follow
 SIZES = ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_mlp", "vocab_size", "context")
 # Options without an effect on parameters and FLOPs.
@@ -194,9 +192,6 @@ def _recipe(
                 found = dict(flatten(to_dict(load_config([*given, *more])), TABLES))
                 return found | dict.fromkeys(unknown, UNKNOWN)
     return None
-
-
-Arms = Mapping[str, Sequence[Run]]
 
 
 class Seen:

@@ -14,7 +14,7 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json, write_atomically, write_json
 from ngpt_train.core.recorded import compared
 from ngpt_train.core.secrets import redacted
-from ngpt_train.study.compare.arms import Arms, choose_baseline, found_arms, named_arms
+from ngpt_train.study.compare.arms import choose_baseline, found_arms, named_arms
 from ngpt_train.study.compare.compared_keys import (
     Absent,
     brought,
@@ -27,7 +27,7 @@ from ngpt_train.study.compare.compared_keys import (
 from ngpt_train.study.compare.given_runs import Gathered, check_comparable
 from ngpt_train.study.compare.interactions import interactions
 from ngpt_train.study.compare.referee import examine, looked_at
-from ngpt_train.study.compare.runs import Run, common_budgets
+from ngpt_train.study.compare.runs import Arms, Run, common_budgets
 from ngpt_train.study.compare.step_times import STEP_TIMES, Times, costs_of
 from ngpt_train.study.compare.trials import Arm, Trial, failure, read_arm, unfinished
 from ngpt_train.study.compare.versus import versus
@@ -51,26 +51,17 @@ def make_report(
     overrides = overrides or {}
     name = choose_baseline(found, given.baseline)
     if len(found) < 2:
-        raise mistake(
-            f"compare: all runs belong to one arm, {name}: their configs differ in nothing but seed, budget and "
-            f"{', '.join(tuned) or 'names'}; say which are compared with compare.arms=[NAME:PATTERN,NAME:PATTERN]"
-        )
+        problem = f"compare: all runs belong to one arm, {name}: their configs differ in nothing but seed, budget and"
+        fix = "say which are compared with compare.arms=[NAME:PATTERN,NAME:PATTERN]"
+        raise mistake(f"{problem} {', '.join(tuned) or 'names'}; {fix}")
     read = read_arms(found, tuned, metric, confidence)
     best = {x.name: [t.run for b in x.budgets for t in x.at_best(b).values()] or found[x.name] for x in read.values()}
     # A key with a single value at each budget was chosen by hand, not by tuning.
-    varied = {
-        x.name: [key for key, values in x.tried.items() if any(len(of) > 1 for of in values.values())]
-        for x in read.values()
-    }
-    compared = {
-        arm: versus(of_arm, read[name], best, metric, confidence, step_times)
-        for arm, of_arm in read.items()
-        if arm != name
-    }
-    joined = {
-        key: [entry for result in compared.values() for entry in result[key]]
-        for key in ("differences", "speedups", "trends", "notes")
-    }
+    varied = {arm: [key for key, of in x.tried.items() if max(map(len, of.values())) > 1] for arm, x in read.items()}
+    others = [x for x in read.values() if x.name != name]
+    compared = {x.name: versus(x, read[name], best, metric, confidence, step_times) for x in others}
+    keys = ("differences", "speedups", "trends", "notes")
+    joined = {key: [entry for result in compared.values() for entry in result[key]] for key in keys}
     judged = {x.name: max(x.best) for x in read.values() if x.best}
     for arm, result in compared.items():
         judged |= {arm: max(d["budget"] for d in result["differences"])} if result["differences"] else {}
@@ -86,7 +77,7 @@ def make_report(
         "budgets": sorted({budget for arm in read.values() for budget in arm.best}),
         "arms": {x.name: _of_arm(x, found[x.name], overrides.get(x.name, ())) for x in read.values()},
         "losses": [entry for arm in read.values() for entry in _losses(arm)],
-        "failures": [*(entry for arm in read.values() for entry in _failures(arm)), *map(dict, given.failures)],
+        "failures": [*(of for arm in read.values() for of in _failures(arm)), *map(dict, given.failures)],
         "differences": joined["differences"],
         "speedups": joined["speedups"],
         "trends": joined["trends"],
@@ -98,9 +89,7 @@ def make_report(
         "costs": [costs_of(arm, of_arm, step_times) for arm, of_arm in best.items()],
         "referee": examine(found, varied, given.under_test, best),
         "looked_at": looked_at(found),
-        "tuning_of_keys": {
-            x.name: _tuning_of_keys(x, judged.get(x.name), overrides.get(x.name, ())) for x in read.values()
-        },
+        "tuning_of_keys": {arm: _tuning_of_keys(x, judged.get(arm), overrides.get(arm, ())) for arm, x in read.items()},
         "audits": list(map(dict, audits)),
         "commits": sorted({str(r.facts["git_commit"]) for x in found.values() for r in x if r.facts.get("git_commit")}),
         "commands": list(given.commands),
@@ -136,16 +125,19 @@ def choose_arms(given: Gathered, patterns: Sequence[str] = ()) -> tuple[Arms, li
     The arms are the study's, else those of `patterns` (compare.arms), else groups of runs with equal configs. Raises
     ConfigError for a mistake in the patterns, DataError if no run has ended.
     """
-    said: list[str] = []
-    runs, arms, tuned = given.runs, given.arms, given.tuned
+    runs, tuned = given.runs, given.tuned
     chosen = [LR] if tuned is None else sorted(tuned)
-    ended = {run.path for run in runs if unfinished(run) is None}
-    said += [f"{run.path} is left out: {why}" for run in runs if (why := unfinished(run))]
-    said += [_damaged(run) for run in runs if run.damaged]
+    reasons = {run.path: unfinished(run) for run in runs}
+    ended = {path for path, why in reasons.items() if why is None}
+    said = [f"{path} is left out: {why}" for path, why in reasons.items() if why]
+    for run in [run for run in runs if run.damaged]:
+        lines = f"{run.damaged} line is" if run.damaged == 1 else f"{run.damaged} lines are"
+        said.append(f"{run.path / 'metrics.jsonl'}: {lines} cut or damaged, and skipped")
     if not any(failure(run) is None for run in runs if run.path in ended):
         raise DataError("compare: no run has reached the end of its schedule and was validated there")
-    if arms is not None:
-        found = {name: list(of_arm) for name, of_arm in arms.items()}
+    found: Arms
+    if given.arms is not None:
+        found = given.arms
     elif patterns:
         found, others = named_arms(runs, patterns)
         said += [f"{run.path} is left out: compare.arms names it in no arm" for run in others]
@@ -153,16 +145,10 @@ def choose_arms(given: Gathered, patterns: Sequence[str] = ()) -> tuple[Arms, li
         usable = [run for run in runs if run.path in ended]
         found = found_arms(usable, chosen)
         if len(found) == 1 and tuned is None:
-            chosen = []
-            found = found_arms(usable, chosen)
+            found, chosen = found_arms(usable, []), []
     found = {name: [run for run in of_arm if run.path in ended] for name, of_arm in found.items()}
     said += [f"{name} has no run that has ended" for name, of_arm in found.items() if not of_arm]
     return {name: of_arm for name, of_arm in found.items() if of_arm}, chosen, said
-
-
-def _damaged(run: Run) -> str:
-    lines = f"{run.damaged} line is" if run.damaged == 1 else f"{run.damaged} lines are"
-    return f"{run.path / 'metrics.jsonl'}: {lines} cut or damaged, and skipped"
 
 
 def write_reports(report: Mapping[str, Any], out: Path, step_times: Times | None = None) -> None:
@@ -195,9 +181,8 @@ def check_out(out: Path) -> None:
     except DataError:
         earlier = None
     if not (isinstance(earlier, dict) and "format" in earlier and "verdicts" in earlier):
-        raise mistake(
-            f"{setting}: {out / there[0]} is not of an earlier compare", "Name another directory, or remove it"
-        )
+        fix = "Name another directory, or remove it"
+        raise mistake(f"{setting}: {out / there[0]} is not of an earlier compare", fix)
 
 
 MOST_POINTS = 200  # of a training curve
@@ -245,11 +230,8 @@ def _tuning_of_keys(arm: Arm, budget: int | None, overrides: Sequence[str]) -> d
 
 
 def _losses(arm: Arm) -> list[dict[str, Any]]:
-    return [
-        {**_point(x), "loss": x.loss, "rows_hash": x.run.evals[-1].get("rows_hash"), "step": x.run.steps}
-        for x in arm.trials
-        if x.loss is not None
-    ]
+    ended = [(x, x.run.evals[-1].get("rows_hash")) for x in arm.trials if x.loss is not None]
+    return [{**_point(x), "loss": x.loss, "rows_hash": rows, "step": x.run.steps} for x, rows in ended]
 
 
 def _failures(arm: Arm) -> list[dict[str, Any]]:

@@ -50,18 +50,18 @@ class EndLosses:
         return float(found.x)
 
     def _misfit(self, c: float) -> float:
-        design, weight = self._design(c), np.sqrt(self.counts)
-        solution = np.linalg.lstsq(weight[:, None] * design, weight * self.losses, rcond=None)[0]
+        design, solution = self._solved(c)
         return float(np.sum(self.counts * (self.losses - design @ solution) ** 2))
 
-    def _design(self, c: float) -> np.ndarray:
-        return np.stack([np.ones_like(self.u), -bent(self.u, c)], axis=1)
+    def _solved(self, c: float) -> tuple[np.ndarray, np.ndarray]:
+        """The design for this bend, `(K, 2)`, and a and b."""
+        design, weight = np.stack([np.ones_like(self.u), -bent(self.u, c)], axis=1), np.sqrt(self.counts)
+        return design, np.linalg.lstsq(weight[:, None] * design, weight * self.losses, rcond=None)[0]
 
     @cached_property
     def coefficients(self) -> np.ndarray:
         """(a, b); b is 0 if the losses do not fall."""
-        weight = np.sqrt(self.counts)
-        a, b = np.linalg.lstsq(weight[:, None] * self._design(self.bend), weight * self.losses, rcond=None)[0]
+        _, (a, b) = self._solved(self.bend)
         return np.array([a, b]) if b > 0 else np.array([np.average(self.losses, weights=self.counts), 0.0])
 
     @cached_property
@@ -85,10 +85,6 @@ class EndLosses:
     def may_bend(self) -> bool:
         return len(self.tokens) > 2
 
-    @property
-    def residuals(self) -> np.ndarray:
-        return np.asarray(self.losses - self.at(self.tokens))
-
     def is_refused(self, noise: Noise, place: np.ndarray, confidence: float) -> bool:
         """True if a loss lies off the fit, or the losses fall faster and faster, by more than the noise.
 
@@ -96,7 +92,7 @@ class EndLosses:
         among which the confidence is divided (Bonferroni)."""
         ways = len(self.tokens) - 3
         off = np.eye(len(self.u)) - self.weights(self.tokens)
-        values = np.array([self.square @ self.losses, *self.residuals])
+        values = np.array([self.square @ self.losses, *(self.losses - self.at(self.tokens))])
         u = np.zeros((len(values), len(place), 2))
         u[:, :, 0] = np.stack([self.square, *off])[:, place]
         below, above = noise.ends(u, 1 - (1 - confidence) / max(ways, 1))

@@ -55,8 +55,7 @@ def annealed_ratio(pair: Pair, noise: Noise, at: int, confidence: float) -> Rati
     weights_here, loss_here = curve.weights(here[None])[:, place], curve.at(here[None])
 
     def gap(log: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The baseline's loss at exp(log) times the tokens less the arm's end loss; how far its interval reaches below
-        and above."""
+        """The baseline's loss at exp(log) times the tokens less the arm's; how far its interval reaches either way."""
         there, u = here * np.exp(log), np.zeros((len(log), len(place), 2))
         u[:, :, 0] = np.where(log[:, None] == 0, 0.0, curve.weights(there)[:, place] - weights_here)
         u[:, at, 1] = -1
@@ -160,10 +159,7 @@ def _slope(curve: EndLosses | Between, tokens: np.ndarray) -> np.ndarray:
 
 
 def within_schedule(logs: Mapping[int, Sequence[float]], confidence: float) -> dict[int, Ratio]:
-    """The ratio within one schedule by budget.
-
-    logs[budget]: `log_ratio` of each seed.
-    """
+    """The ratio within one schedule by budget. logs[budget]: `log_ratio` of each seed."""
     values = {budget: np.array(of_budget) for budget, of_budget in logs.items()}
     squares = np.array([np.sum((x - x.mean()) ** 2) for x in values.values()])
     variances, df = by_budget(squares, np.array([len(x) - 1.0 for x in values.values()]))
@@ -193,9 +189,7 @@ def log_ratio(arm: Records, baseline: Records, metric: str) -> float | None:
 
 def curve(records: Records, metric: str) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and the lowest loss so far, `(n,)` each, of the validations after step 0."""
-    known: dict[float, float] = {
-        x["tokens"]: value for x in records if x.get("tokens") and (value := compared(x, metric)) is not None
-    }
+    known = {x["tokens"]: value for x in records if x.get("tokens") and (value := compared(x, metric)) is not None}
     tokens = np.array(sorted(known), dtype=float)
     return tokens, np.minimum.accumulate(np.array([known[t] for t in tokens], dtype=float))
 

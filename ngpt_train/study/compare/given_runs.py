@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.core.errors import DataError
-from ngpt_train.study.compare.compared_keys import is_harmless, value_of
+from ngpt_train.study.compare.compared_keys import value_of
 from ngpt_train.study.compare.runs import Run, contradicted, n_bytes, read_run
 from ngpt_train.study.definition import FILE, Study, name_of, read_stored
 from ngpt_train.study.descent import read_phases
@@ -42,14 +42,9 @@ def gather(paths: Sequence[Path]) -> Gathered:
     """Raises DataError for a directory without a run, and for an unreadable run."""
     if len(paths) == 1 and (paths[0] / FILE).is_file():
         return of_study(read_stored(paths[0]))
-    found = Gathered()
-    found.notes = [
-        f"{path} is left out: it has records, but no config.yaml"
-        for given in paths
-        for place in (given / "runs", given)
-        for path in sorted(place.glob("*"))
-        if (path / "metrics.jsonl").exists() and not (path / "config.yaml").exists()
-    ]
+    inside = [path for given in paths for place in (given / "runs", given) for path in sorted(place.glob("*"))]
+    lost = [x for x in inside if (x / "metrics.jsonl").exists() and not (x / "config.yaml").exists()]
+    found = Gathered(notes=[f"{path} is left out: it has records, but no config.yaml" for path in lost])
     seen = set()
     for path in [run for given in paths for run in _directories(given)]:
         if path.resolve() not in seen:
@@ -81,19 +76,15 @@ def of_study(study: Study) -> Gathered:
     def arm_of(run: str) -> str | None:
         return next((name for name in names if run.startswith(f"{name}-")), None)
 
-    arms: dict[str, list[Run]] = {name: [] for name in study.arms}
     found = Gathered(overrides=study.arms, baseline=study.baseline, tuned=study.tuned_keys, title=study.name)
     found.metric, found.confidence, found.interactions = study.metric, study.confidence, study.interactions
     found.under_test = sorted({name_of(argument) for row in study.arms.values() for argument in row})
     found.commands, found.descent = [study.command], read_phases(study.path)
-    for path in sorted(study.runs.glob("*")):
-        if (arm := arm_of(path.name)) is not None and (path / "config.yaml").is_file():
-            run = read_run(path)
-            arms[arm].append(run)
-            found.runs.append(run)
+    paths = [path for path in sorted(study.runs.glob("*")) if arm_of(path.name) and (path / "config.yaml").is_file()]
+    found.runs = list(map(read_run, paths))
     if not found.runs:
         raise DataError(f"{study.runs} holds no run of the study yet")
-    found.arms = arms
+    found.arms = {name: [run for run in found.runs if arm_of(run.path.name) == name] for name in study.arms}
     check_evals(found.runs)
     for record in sorted((study.path / FAILURES).glob("*.json")):
         if (arm := arm_of(record.stem)) is not None:
@@ -103,8 +94,7 @@ def of_study(study: Study) -> Gathered:
 
 
 def check_evals(runs: Iterable[Run]) -> None:
-    """Raises DataError, with file and step, if a validation contradicts the losses of its rows, or another validation
-    of the same rows."""
+    """Raises DataError if a validation contradicts the losses of its rows, or another validation of the same rows."""
     of_rows: dict[Any, tuple[int, Run, int]] = {}
     for run in runs:
         for record in run.evals:
@@ -117,14 +107,12 @@ def check_evals(runs: Iterable[Run]) -> None:
                     why = f"the eval record of step {record['step']} says bits_per_byte {bits}, which is of another "
                     why += f"text than the record of step {step} of {other.path}, although their rows are the same"
             if why:
-                raise DataError(
-                    f"{run.path / 'metrics.jsonl'}: {why}. Restore the file that is wrong, or leave it out."
-                )
+                where = run.path / "metrics.jsonl"
+                raise DataError(f"{where}: {why}. Restore the file that is wrong, or leave it out.")
 
 
 def check_comparable(runs: Iterable[Run]) -> str:
-    """ "loss", in nats per token, or "bits_per_byte" for runs with different tokenizers. Raises DataError, with the
-    reason, for runs validated on different text."""
+    """ "loss", or "bits_per_byte" for runs with different tokenizers. Raises DataError for other validation text."""
     validated = [run for run in runs if run.evals]
     validated = [run for run in validated if run.is_annealed] or validated
     if not validated:
@@ -132,17 +120,15 @@ def check_comparable(runs: Iterable[Run]) -> str:
     first, *others = validated
     for run in others:
         if why := _why_not(first, run):
-            raise DataError(
-                f"{run.path} cannot be compared with {first.path}: {why}. Compare runs of one text and objective."
-            )
+            problem = f"{run.path} cannot be compared with {first.path}: {why}"
+            raise DataError(f"{problem}. Compare runs of one text and objective.")
     if not any(_other_tokenizer(first, run) for run in others):
         return "loss"
     for run in validated:
         if run.evals[-1].get("bits_per_byte") is None:
-            raise DataError(
-                f"{run.path} has another tokenizer than others, so that a loss per token means something else, and no "
-                "bits_per_byte in its eval records. Leave it out, or `evaluate` its checkpoint with this version."
-            )
+            problem = f"{run.path} has another tokenizer than others, so that a loss per token means something else"
+            problem += ", and no bits_per_byte in its eval records"
+            raise DataError(f"{problem}. Leave it out, or `evaluate` its checkpoint with this version.")
     return "bits_per_byte"
 
 
@@ -166,10 +152,10 @@ def _why_not(one: Run, other: Run) -> str:
 
 def _other_text(one: Run, other: Run) -> str:
     """The keys of the text that differ in two configs; empty if none does."""
-    keys = [key for key in {**one.config, **other.config} if key.startswith("data.") and not is_harmless(key)]
     text = ("kind", "path", "repo", "revision", "split", "files", "mixture", "text_field", "val_fraction", "val_files")
-    differing = [key for key in keys if key.removeprefix("data.") in text]
-    return ", ".join(key for key in differing if value_of(one.config, key) != value_of(other.config, key))
+    of_data = [key for key in {**one.config, **other.config} if key.startswith("data.")]
+    keys = [key for key in of_data if key.removeprefix("data.") in text]
+    return ", ".join(key for key in keys if value_of(one.config, key) != value_of(other.config, key))
 
 
 def _other_tokenizer(one: Run, other: Run) -> bool:
@@ -177,9 +163,8 @@ def _other_tokenizer(one: Run, other: Run) -> bool:
     fact = "tokenizer_fingerprint"
     if None not in (one.facts.get(fact), other.facts.get(fact)) or one.rows_hash == other.rows_hash is not None:
         return _differ(one, other, fact)
-    return any(
-        value_of(one.config, key) != value_of(other.config, key) for key in ("tokenizer.kind", "tokenizer.vocab_size")
-    )
+    keys = ("tokenizer.kind", "tokenizer.vocab_size")
+    return any(value_of(one.config, key) != value_of(other.config, key) for key in keys)
 
 
 def _differ(one: Run, other: Run, fact: str) -> bool:

@@ -15,16 +15,14 @@ import numpy as np
 
 from ngpt_train.study.compare.intervals import difference_at
 from ngpt_train.study.compare.noise import Noise, Pair
-from ngpt_train.study.compare.trials import Arm, losses_of, price_at, rows_of
+from ngpt_train.study.compare.trials import Arm, crossed, price_at
 
 
 def interactions(
     asked: Mapping[str, Sequence[str]], arms: Mapping[str, Arm], metric: str, confidence: float
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """`interactions` of report.json, an entry for each budget at which all four arms have a common seed; and notes.
-
-    asked: the names of a, b, c, d by the interaction's name. arms: by name; a missing one has no run.
-    """
+    asked: the names of a, b, c, d by the interaction's name. arms: by name; a missing one has no run."""
     entries, notes = [], []
     for name, names in asked.items():
         if missing := [arm for arm in names if arm not in arms]:
@@ -52,29 +50,16 @@ def interactions(
 def _pair_of(four: Sequence[Arm], metric: str) -> tuple[Pair | None, str]:
     """D against D' at the budgets and seeds that all four arms have; None and the reason where there are none, else
     the reason why validation rows are left out."""
-    seeds_at = {
-        budget: set.intersection(*(set(arm.at_best(budget)) for arm in four))
-        for budget in sorted(set.intersection(*(set(arm.best) for arm in four)))
-    }
-    budgets = [budget for budget, seeds in seeds_at.items() if seeds]
-    if not budgets:
+    budgets = sorted(set.intersection(*(set(arm.best) for arm in four)))
+    cells = {budget: [arm.at_best(budget) for arm in four] for budget in budgets}
+    cells = {budget: arms for budget, arms in cells.items() if set.intersection(*map(set, arms))}
+    if not cells:
         return None, "its arms have no budget and seed in common"
-    seeds = sorted(set().union(*(seeds_at[budget] for budget in budgets)))
-    trials = [
-        arm.at_best(budget)[seed] if seed in seeds_at[budget] else None
-        for arm in four
-        for budget in budgets
-        for seed in seeds
-    ]
-    a, b, c, d = losses_of(trials).reshape(4, len(budgets), len(seeds))
-    rows, why = rows_of(trials, metric)
-    of_rows: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
-    if rows is not None:
-        of_a, of_b, of_c, of_d = rows.reshape(4, len(budgets), len(seeds), -1)
-        of_rows = of_c - of_d, of_a - of_b
-    prices = np.array([[price_at(arm, budget) for arm in four] for budget in budgets])  # (K, 4, 2)
+    _, (a, b, c, d), rows, why = crossed(cells, metric)
+    of_baseline, of_arm = (None, None) if rows is None else (rows[2] - rows[3], rows[0] - rows[1])
+    prices = np.array([[price_at(arm, budget) for arm in four] for budget in cells])  # (K, 4, 2)
     # What a and d may still gain lowers I; what b and c may still gain raises it.
     sides = [prices[:, (1, 2)], prices[:, (0, 3)]]
     both = [np.stack([x[:, :, 0].sum(1), np.hypot(x[:, 0, 1], x[:, 1, 1])], axis=1) for x in sides]
-    pair = Pair(np.array(budgets, float), c - d, a - b, *of_rows, prices=np.stack(both, axis=1))
+    pair = Pair(np.array(list(cells), float), c - d, a - b, of_baseline, of_arm, prices=np.stack(both, axis=1))
     return pair, "" if rows is not None else f"without the noise of validation rows, because {why}"

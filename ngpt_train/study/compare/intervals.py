@@ -1,5 +1,6 @@
 """The interval of a difference between two arms, and the seeds, validation rows or steps that would resolve one."""
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -44,10 +45,8 @@ def difference_at(pair: Pair, noise: Noise, at: int, confidence: float) -> Diffe
 
 def needed(pair: Pair, found: Difference, at: int, steps: int, confidence: float) -> dict[str, int | None]:
     """The number of seeds, rows or steps that each alone would resolve the difference found at budget `at`, with the
-    probability POWER. None: no reasonable number, or unknown noise.
-
-    steps: of the runs at this budget. More steps help if the difference grows with the budget.
-    """
+    probability POWER. None: no reasonable number, or unknown noise. steps: of the runs at this budget; more help if the
+    difference grows with the budget."""
     spread, to_zero = found.spread, found.high if found.estimate < 0 else found.low
     price = 0.0 if to_zero is None else abs(found.estimate - to_zero) - float(spread.half_width(confidence)[0])
     size = abs(found.estimate) - price  # what the price of the grid takes away, no seeds and rows give back
@@ -83,14 +82,10 @@ def detectable(spread: Spread, confidence: float) -> float:
 
 
 def _fewest(spread_of: Callable[[int], Spread], size: float, confidence: float, most: int) -> int | None:
-    """The smallest number, 2 or more."""
-    if chance(spread_of(most), size, confidence) < POWER:
-        return None
-    low, high = 1, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if chance(spread_of(middle), size, confidence) >= POWER else (middle, high)
-    return high
+    """The smallest number, 2 or more, with which the chance is POWER; None if it is above `most`."""
+    numbers = range(2, most + 1)
+    found = bisect_left(numbers, POWER, key=lambda n: chance(spread_of(n), size, confidence))
+    return numbers[found] if found < len(numbers) else None
 
 
 def _steps(pair: Pair, found: Difference, at: int, steps: int, confidence: float) -> int | None:

@@ -192,9 +192,8 @@ class Noise:
         return Spread(np.maximum(seeds, 0), seeds_df, rows, self.n_rows - 1)
 
     def ends(self, u: np.ndarray, confidence: float) -> np.ndarray:
-        """(2, n): how far the intervals of n estimates reach below and above them; u as in `spread`.
-
-        A price is known to be 0 at least. Its estimate moves one end; what it may be beyond adds to the noise."""
+        """(2, n): how far the intervals of n estimates reach below and above them; u as in `spread`. A price is known
+        to be 0 at least. Its estimate moves one end; what it may be beyond adds to the noise."""
         u = self._padded(u)
         half = self.spread(u).half_width(confidence)
         shifts = np.stack([u[:, :, 1] - u[:, :, 0], -u[:, :, 1]], axis=2)  # (n, K + M, 2), of an estimate by the prices

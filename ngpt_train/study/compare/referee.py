@@ -19,7 +19,6 @@ from ngpt_train.study.compare.compared_keys import (
     PLACES_OF_TEXT,
     UNKNOWN,
     Absent,
-    Arms,
     Seen,
     brought,
     compared_keys,
@@ -35,7 +34,7 @@ from ngpt_train.study.compare.compared_keys import (
     without_effect,
 )
 from ngpt_train.study.compare.phrases import BROUGHT
-from ngpt_train.study.compare.runs import Run, common_budgets
+from ngpt_train.study.compare.runs import Arms, Run, common_budgets
 
 UNDER_TEST, FOLLOWS, CONFOUND = "under_test", "follows", "confound"
 ROUNDING = "how the work is done: seconds may differ, losses within rounding alone"

@@ -18,21 +18,10 @@ import yaml
 from ngpt_train.config.keys import AUTO, TABLES
 from ngpt_train.config.stored import GONE
 from ngpt_train.config.validate import flatten, show
+from ngpt_train.core import recorded
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import json_lines, parse_json, read_whole, read_yaml_text
-from ngpt_train.core.recorded import (
-    ABOVE_0,
-    ANSWERS,
-    COUNT,
-    FLAG,
-    POSITIVE,
-    TEXT,
-    Record,
-    checked,
-    read_end,
-    read_records,
-)
-from ngpt_train.core.recorded import read_starts as starts_of
+from ngpt_train.core.recorded import ABOVE_0, ANSWERS, COUNT, FLAG, POSITIVE, TEXT, Record
 from ngpt_train.study.definition import SAME_BUDGET
 
 # Checked keys of a config, which count and group runs. All others are only compared and shown.
@@ -81,10 +70,8 @@ def read_rows(path: Path) -> Rows:
             raise ValueError("its losses cannot be")
     except (OSError, ValueError, RuntimeError, EOFError, struct.error, zipfile.BadZipFile) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise DataError(
-            f"{path} is damaged, or is not as the program writes it: {why}. Leave this run out, or evaluate its "
-            "checkpoint again."
-        ) from None
+        problem = f"{path} is damaged, or is not as the program writes it: {why}"
+        raise DataError(f"{problem}. Leave this run out, or evaluate its checkpoint again.") from None
     return rows
 
 
@@ -103,10 +90,8 @@ def _array(content: bytes, kind: str) -> np.ndarray:
 
 def contradictions(record: Mapping[str, Any], rows: Rows | None) -> Iterator[tuple[str, Any, Any]]:
     """(metric, recorded value, computed value) for each contradiction of an eval record with its rows, or without rows
-    with its other metrics.
-
-    Equal means to the bit: numpy adds in the same order everywhere. Only exp may differ in its last digit.
-    """
+    with its other metrics. Equal means to the bit: numpy adds in the same order everywhere. Only exp may differ in its
+    last digit."""
     expected: dict[str, Any] = {}
     loss, n_targets, bits = record.get("loss"), record.get("n_targets"), record.get("bits_per_byte")
     total = None if loss is None or n_targets is None else loss * n_targets
@@ -136,8 +121,7 @@ def n_bytes(total: float, bits: float) -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory. core/recorded.py has checked the kind of each field of records, starts and end; unknown values
-    are None."""
+    """A run directory. core/recorded.py has checked the fields of records, starts and end; unknown ones are None."""
 
     path: Path
     config: Mapping[str, Any]  # by dotted key; a config.yaml of an older version lacks keys
@@ -191,23 +175,22 @@ class Run:
         tokens = self.config.get("train.batch_tokens")
         return tokens if isinstance(tokens, int) else None
 
+    def _last_known(self, *names: str) -> Any:
+        """These fields of the last record that has them all, above 0; None without one."""
+        known = ([record.get(name) for name in names] for record in reversed([*self.train, *self.evals]))
+        return next((values for values in known if all(values)), None)
+
     @property
     def flops_per_token(self) -> float | None:
         """From the last record: FLOPs so far over the tokens of its steps."""
-        for record in reversed([*self.train, *self.evals]):
-            flops, step = record.get("flops"), record.get("step")
-            if flops is not None and self.tokens_per_step and step:
-                return float(round(flops / (step * self.tokens_per_step)))
-        return None
+        found = self._last_known("flops", "step")
+        return float(round(found[0] / (found[1] * self.tokens_per_step))) if found and self.tokens_per_step else None
 
     @property
     def seconds_per_token(self) -> float | None:
         """Seconds in steps, by the run's own clock."""
-        for record in reversed([*self.train, *self.evals]):
-            seconds, tokens = record.get("train_seconds"), record.get("tokens")
-            if seconds and tokens:
-                return float(seconds / tokens)
-        return None
+        found = self._last_known("train_seconds", "tokens")
+        return float(found[0] / found[1]) if found else None
 
     @property
     def clipped_share(self) -> float | None:
@@ -227,11 +210,8 @@ class Run:
 
     def _counted(self) -> float | None:
         """The targets of the whole schedule, by the count of the last record."""
-        for record in reversed([*self.train, *self.evals]):
-            tokens, step = record.get("tokens"), record.get("step")
-            if tokens and step:
-                return float(tokens) * self.steps / step
-        return None
+        found = self._last_known("tokens", "step")
+        return float(found[0]) * self.steps / found[1] if found else None
 
     @property
     def rows_hash(self) -> str | None:
@@ -270,8 +250,7 @@ class Run:
 
     @cached_property
     def wrong_answers(self) -> Rows | None:
-        """The rows of the last validation with 1 for a wrong answer in the place of the loss; None without answers.
-        Raises DataError if the file is damaged."""
+        """Like `rows`, with 1 for a wrong answer in the place of the loss; None without answers."""
         if self.rows is None or not (path := self.path / rows_file(self.evals[-1]["step"], ending=ANSWERS)).exists():
             return None
         wrong = [x["label"] != x["answer"] for _, x in json_lines(path) if x and {"label", "answer"} <= x.keys()]
@@ -293,18 +272,11 @@ def read_run(path: Path) -> Run:
     if not (path / "config.yaml").is_file():
         raise DataError(f"{path} is not a run directory: it has no config.yaml. Name directories such as runs/NAME.")
     metrics = path / "metrics.jsonl"
-    records, damaged = read_records(metrics, ("train", "eval")) if metrics.exists() else ({"train": [], "eval": []}, 0)
-    starts, rollbacks = starts_of(path)
-    return Run(
-        path=path,
-        config=_config(path / "config.yaml"),
-        starts=starts,
-        rollbacks=rollbacks,
-        train=records["train"],
-        evals=records["eval"],
-        end=read_end(path),
-        damaged=damaged,
-    )
+    kinds = ("train", "eval")
+    records, damaged = recorded.read_records(metrics, kinds) if metrics.exists() else ({kind: [] for kind in kinds}, 0)
+    starts, rollbacks = recorded.read_starts(path)
+    config = _config(path / "config.yaml")
+    return Run(path, config, starts, rollbacks, records["train"], records["eval"], recorded.read_end(path), damaged)
 
 
 def _config(path: Path) -> Record:
@@ -316,7 +288,8 @@ def _config(path: Path) -> Record:
     leaves = flatten(tree, TABLES) if isinstance(tree, dict) else ()
     config = {key: value for key, value in leaves if not key.startswith(GONE)}
     known = {key: kind for key, kind in KEYS.items() if config.get(key) != AUTO}
-    checked(config, known, f"{path}: not the config of a run", ("train.steps", *({"run.seed"} & config.keys())))
+    needed = ("train.steps", *({"run.seed"} & config.keys()))
+    recorded.checked(config, known, f"{path}: not the config of a run", needed)
     if config.get("schedule.final_share") is not None:
         config.pop("schedule.final_lr", None)  # it follows optim.lr
     return config
@@ -329,13 +302,16 @@ def contradicted(run: Run, record: Mapping[str, Any]) -> Iterator[tuple[str, Any
         metrics = {name.removesuffix(of): value for name, value in record.items() if name.endswith(of)}
         of_rows = of.replace("_ctx", "_context_")
         rows = run.rows_at(record["step"], of_rows)
-        for name, recorded, value in contradictions(metrics, rows):
+        for name, old, new in contradictions(metrics, rows):
             what = f"its rows in {rows_file(record['step'], of_rows)} give" if rows else "its other metrics give"
-            says = f"the eval record of step {record['step']} says {name}{of} {show(recorded)}, {what} {show(value)}"
-            yield f"{name}{of}", recorded, value, says
+            says = f"the eval record of step {record['step']} says {name}{of} {show(old)}, {what} {show(new)}"
+            yield f"{name}{of}", old, new, says
 
 
-def common_budgets(arms: Mapping[str, Sequence[Run]]) -> dict[Path, int]:
+Arms = Mapping[str, Sequence[Run]]  # by name
+
+
+def common_budgets(arms: Arms) -> dict[Path, int]:
     """The budget of each run in tokens. Budgets that differ by the rounding to whole steps become equal."""
     budgets = {run.path: run.budget for runs in arms.values() for run in runs}
     found: dict[Path, int] = {}

@@ -21,7 +21,7 @@ from ngpt_train.core.recorded import ABOVE_0, LIST, TABLE, TEXT, checked
 from ngpt_train.study.compare.equal_loss import Ratio
 from ngpt_train.study.compare.noise import t_quantile
 from ngpt_train.study.compare.phrases import MEASURED, OWN
-from ngpt_train.study.compare.runs import Run
+from ngpt_train.study.compare.runs import Arms, Run
 
 STEP_TIMES = "step_times.json"  # in the directory of a report
 ROUNDS = 10
@@ -105,8 +105,7 @@ def measure(runs: Mapping[str, Run], own: Config, rounds: int = ROUNDS) -> Times
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a baseline's token over the cost of an arm's token. log_error: the standard error of its logarithm,
-    with `df` degrees of freedom."""
+    """Of a baseline's token over an arm's. log_error: standard error of its logarithm, with `df` degrees of freedom."""
 
     ratio: float
     log_error: float = 0.0
@@ -138,10 +137,11 @@ def flops(arm: Sequence[Run], baseline: Sequence[Run]) -> Cost | None:
     return Cost(statistics.fmean(found[0]) / statistics.fmean(found[1])) if found[0] and found[1] else None
 
 
-def costs_between(
-    arm: str, baseline: str, runs: Mapping[str, Sequence[Run]], step_times: Times
-) -> dict[tuple[str, str | None], Cost]:
-    """The known costs by unit and clock. runs: by the name of the arm."""
+Costs = dict[tuple[str, str | None], Cost]  # by unit and clock
+
+
+def costs_between(arm: str, baseline: str, runs: Arms, step_times: Times) -> Costs:
+    """The known costs. runs: by the name of the arm."""
     found = {
         ("tokens", None): Cost(1.0),
         ("flops", None): flops(runs[arm], runs[baseline]),
@@ -171,17 +171,12 @@ def costs_of(name: str, runs: Sequence[Run], step_times: Times) -> dict[str, Any
     own = [x["step_time"] for run in runs for x in run.train if x.get("step_time") is not None]
     of_own = statistics.median(own) if own else None
     in_turn = step_times.get(name)
+    counts = ("n_params", "n_params_without_embeddings", "flops_per_token")
     return {
         "arm": name,
-        "n_params": _first(run.n_params for run in runs),
-        "n_params_without_embeddings": _first(run.n_params_without_embeddings for run in runs),
-        "flops_per_token": _first(run.flops_per_token for run in runs),
+        **{count: next((x for run in runs if (x := getattr(run, count)) is not None), None) for count in counts},
         "memory_gb": max(memory, default=None),
         "step_time": in_turn["step_time"] if in_turn else of_own,
         "step_time_how": MEASURED if in_turn else OWN if own else None,
         "step_time_own": of_own,
     }
-
-
-def _first(values: Any) -> Any:
-    return next((value for value in values if value is not None), None)

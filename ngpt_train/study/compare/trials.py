@@ -1,12 +1,10 @@
-"""The runs of an arm as trials: budget, tuned values, seed, and the end loss or the reason of a failure.
-
-Its prices: by how much its loss at the compared values may lie above that at the best ones, between the rates tried and
-where a seed diverges.
-"""
+"""The runs of an arm as trials: budget, tuned values, seed, and the end loss or the reason of a failure. Its prices: by
+how much its loss at the compared values may lie above that at the best ones, between the rates tried and where a seed
+diverges."""
 
 import math
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,12 +104,11 @@ def failure(run: Run) -> str | None:
 
 
 def read_arm(
-    name: str, runs: Iterable[Run], budgets: Mapping[Path, int], tuned: Collection[str], metric: str, confidence: float
+    name: str, runs: Sequence[Run], budgets: Mapping[Path, int], tuned: Collection[str], metric: str, confidence: float
 ) -> Arm:
     """The arm of finished runs. Of two runs with equal budget, values and seed the first counts."""
     trials: dict[tuple[int, Values, int], Trial] = {}
     notes = []
-    runs = list(runs)
     tuned = [key for key in tuned if key == LR or any(key in run.config for run in runs)]
     for run in runs:
         budget, values, seed = budgets[run.path], values_of(run, tuned), run.seed
@@ -165,8 +162,7 @@ def price_of_grid(
 
 
 def divergence(trials: Trials, best: Values, confidence: float) -> Divergence | None:
-    """The one with the lowest losses; None if there is none. trials: as in a study's tuning, infinite after a
-    divergence."""
+    """The one with the lowest losses; None without one. trials: as in a study's tuning, infinite after a divergence."""
     found = []
     for values, losses in trials.items():
         seeds = tuple(seed for seed, loss in losses.items() if loss == math.inf)
@@ -180,10 +176,8 @@ def divergence(trials: Trials, best: Values, confidence: float) -> Divergence | 
 
 def _fewer_seeds(arm: str, budget: int, values: Values, n_seeds: int, most: int) -> str:
     said = ", ".join(f"{key}={show(value)}" for key, value in values)
-    return (
-        f"{arm} at {budget:,} tokens: {said} has a lower mean loss, but of {n_seeds} instead of {most} seeds. "
-        "It is not taken as the best before it has been trained with the others."
-    )
+    lower = f"{arm} at {budget:,} tokens: {said} has a lower mean loss, but of {n_seeds} instead of {most} seeds"
+    return f"{lower}. It is not taken as the best before it has been trained with the others."
 
 
 def pair_of(arm: Arm, baseline: Arm, metric: str) -> tuple[Pair | None, list[str]]:
@@ -196,22 +190,33 @@ def pair_of(arm: Arm, baseline: Arm, metric: str) -> tuple[Pair | None, list[str
         at = "" if len(apart) == len(cells) else f" at {', '.join(f'{b:,}' for b in apart)} tokens"
         notes.append(f"{names} have no seed in common{at}: their runs are paired in the order of seeds")
         cells |= {b: (_numbered(cells[b][0]), _numbered(cells[b][1])) for b in apart}
-    shared = {b: one.keys() & other.keys() for b, (one, other) in cells.items()}
-    budgets, seeds = list(cells), sorted(set().union(*shared.values()))
-    trials = [cells[b][side][s] if s in shared[b] else None for side in (0, 1) for b in budgets for s in seeds]
-    losses = losses_of(trials).reshape(2, len(budgets), len(seeds))
-    rows, why = rows_of(trials, metric)
+    trials, losses, rows, why = crossed(cells, metric)
     if rows is None:
         notes.append(f"{names}: without the noise of validation rows, because {why}")
-    of_rows = (None, None) if rows is None else rows.reshape(*losses.shape, -1)
-    both = [[(x, b) for x in (baseline, arm)] for b in budgets]
-    prices = np.array([[x.prices[b] for x, b in row] for row in both])
-    unstable = np.array([[divergence_price(x, b) for x, b in row] for row in both])
-    first = None if rows is None else next(trial for trial in trials if trial is not None)
-    further, why = _further(baseline, budgets, first, metric)
+    prices = np.array([[x.prices[b] for x in (baseline, arm)] for b in cells])
+    unstable = np.array([[divergence_price(x, b) for x in (baseline, arm)] for b in cells])
+    further, why = _further(baseline, list(cells), None if rows is None else next(filter(None, trials)), metric)
     notes += [f"{baseline.name}: {why}"] if why else []
-    pair = Pair(np.array(budgets, float), losses[0], losses[1], of_rows[0], of_rows[1], further, prices, unstable)
+    one, other = (None, None) if rows is None else rows
+    pair = Pair(np.array(list(cells), float), losses[0], losses[1], one, other, further, prices, unstable)
     return pair, notes
+
+
+def crossed(
+    cells: Mapping[int, Sequence[Mapping[int, Trial]]], metric: str
+) -> tuple[list[Trial | None], np.ndarray, np.ndarray | None, str]:
+    """The trials of N arms at K budgets with the S seeds that all have there; their end losses, `(N, K, S)`, NaN for no
+    trial; and the part of each row in them, `(N, K, S, R)`, or None and the reason.
+
+    cells[budget]: the trials of each arm by seed.
+    """
+    shared = {budget: set.intersection(*map(set, arms)) for budget, arms in cells.items()}
+    seeds = sorted(set().union(*shared.values()))
+    n_arms = len(next(iter(cells.values())))
+    trials = [cells[b][n][s] if s in shared[b] else None for n in range(n_arms) for b in cells for s in seeds]
+    losses = losses_of(trials).reshape(n_arms, len(cells), len(seeds))
+    rows, why = rows_of(trials, metric)
+    return trials, losses, None if rows is None else rows.reshape(*losses.shape, -1), why
 
 
 def _further(baseline: Arm, shared: Sequence[int], first: Trial | None, metric: str) -> tuple[Further | None, str]:
@@ -221,11 +226,11 @@ def _further(baseline: Arm, shared: Sequence[int], first: Trial | None, metric: 
     from more tokens. first: a trial with the rows that all must have; None if rows are not compared.
     """
     states = {baseline.state(budget) for budget in shared} - {"edge"}
-    others = [budget for budget in baseline.budgets if budget not in shared]
-    left = ", ".join(f"{budget:,}" for budget in others if baseline.state(budget) not in states)
-    said = f"its losses at {left} tokens are not part of the fit, because it is not tuned there as elsewhere"
-    said = said if left else ""
-    others = [budget for budget in others if baseline.state(budget) in states]
+    further = [budget for budget in baseline.budgets if budget not in shared]
+    others = [budget for budget in further if baseline.state(budget) in states]
+    left, said = ", ".join(f"{budget:,}" for budget in further if budget not in others), ""
+    if left:
+        said = f"its losses at {left} tokens are not part of the fit, because it is not tuned there as elsewhere"
     if not others:
         return None, said
     runs = [list(baseline.at_best(budget).values()) for budget in others]
@@ -250,8 +255,7 @@ def divergence_price(arm: Arm, budget: int) -> tuple[float, float]:
 
 
 def price_at(arm: Arm, budget: int) -> tuple[float, float]:
-    """How much lower the arm's loss may be at its optimum, and how much more that may be: the price of the rest of the
-    grid and of values at which a seed diverges."""
+    """The price of the grid and of values at which a seed diverges: an estimate, and how much more it may be."""
     (grid, more), (diverged, also) = arm.prices[budget], divergence_price(arm, budget)
     return grid + diverged, math.hypot(more, also)
 

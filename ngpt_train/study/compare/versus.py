@@ -11,20 +11,16 @@ from ngpt_train.study.compare.equal_loss import Ratio, annealed_ratio, log_ratio
 from ngpt_train.study.compare.intervals import Difference, detectable, difference_at, needed
 from ngpt_train.study.compare.noise import Noise, Pair
 from ngpt_train.study.compare.phrases import BY_OWN_CLOCKS, MEASURED, OWN, OWN_NOISE
-from ngpt_train.study.compare.runs import Run
-from ngpt_train.study.compare.step_times import Cost, Times, costs_between, in_units
+from ngpt_train.study.compare.runs import Arms
+from ngpt_train.study.compare.step_times import Costs, Times, costs_between, in_units
 from ngpt_train.study.compare.trials import Arm, pair_of
 
 ONE_SEED = "one seed: the interval is without the noise between seeds"
 
 
-def versus(
-    arm: Arm, baseline: Arm, runs: Mapping[str, Sequence[Run]], metric: str, confidence: float, step_times: Times
-) -> dict[str, Any]:
-    """The arm's `verdict`, `differences`, `speedups` and `trends` (one at most) in report.json, and `notes`.
-
-    runs: of each arm, by its name, those whose cost counts.
-    """
+def versus(arm: Arm, baseline: Arm, runs: Arms, metric: str, confidence: float, step_times: Times) -> dict[str, Any]:
+    """The arm's `verdict`, `differences`, `speedups` and `trends` (one at most) in report.json, and `notes`. runs: of
+    each arm, by its name, those whose cost counts."""
     pair, notes = pair_of(arm, baseline, metric)
     for x in (arm, baseline):
         notes += [_why_no_loss(x, budget) for budget in sorted({t.budget for t in x.trials} - set(x.best))]
@@ -43,6 +39,7 @@ def versus(
     word = verdict(arm.state(last), baseline.state(last), found[-1], at_compared)
     notes += [why(word, arm, baseline, last, found[-1]), *_divergences(arm, baseline, last)]
     costs = costs_between(arm.name, baseline.name, runs, step_times)
+    counted: list[Ratio] = []  # for the trend: not at budgets with an untuned arm
     for at, budget in enumerate(map(int, pair.budgets)):
         steps = next(iter(arm.at_best(budget).values())).run.steps
         missing = None if found[at].is_resolved else needed(pair, found[at], at, steps, confidence)
@@ -52,13 +49,11 @@ def versus(
         ratios = {"annealed": annealed[at]}
         ratios |= {"within_schedule": of_schedule[budget]} if budget in of_schedule else {}
         untuned = [f"{x.name} is untuned at this budget" for x in (arm, baseline) if x.state(budget) == "edge"]
+        counted.append(Ratio(None, None, None) if untuned else annealed[at])
         for how, ratio in ratios.items():
             alone = found[at].n_seeds == 1 and how == "annealed" and ratio.low is not None
             for entry in _in_all_units(ratio, costs, confidence, [*untuned, ONE_SEED] if alone else untuned):
                 result["speedups"].append({**names, "how": how, "budget": budget, **entry})
-    # Budgets with an untuned arm do not count for the trend.
-    edges = {int(budget) for budget in pair.budgets if "edge" in (arm.state(budget), baseline.state(budget))}
-    counted = [Ratio(None, None, None) if b in edges else x for b, x in zip(pair.budgets, annealed, strict=True)]
     if trend := trend_of(pair, noise, counted, confidence):
         result["trends"] = [{**names, **asdict(trend), "confidence": confidence}]
     return result | {"verdict": word}
@@ -80,12 +75,10 @@ def _why_no_loss(arm: Arm, budget: int) -> str:
     return f"{arm.name} has no loss at {budget:,} tokens, and is not compared there: {why}."
 
 
-def _in_all_units(
-    ratio: Ratio, costs: Mapping[tuple[str, str | None], Cost], confidence: float, notes: Sequence[str]
-) -> list[dict[str, Any]]:
+def _in_all_units(ratio: Ratio, costs: Costs, confidence: float, notes: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The ratio by tokens, FLOPs and seconds. Step times measured in turn are preferred to the runs' own clocks, which
     then stand in the note."""
-    entries, own = [], costs.get(("seconds", OWN))
+    own = costs.get(("seconds", OWN))
     for (unit, clock), cost in costs.items():
         if clock == OWN and ("seconds", MEASURED) in costs:
             continue
@@ -95,8 +88,7 @@ def _in_all_units(
         ends = {"estimate": found.estimate, "low": found.low, "high": found.high}
         note = "; ".join(filter(None, [*notes, found.note, beside])) or None
         how = {"confidence": confidence, "extrapolated": found.extrapolated, "unit": unit, "clock": clock}
-        entries.append({**ends, **how, "note": note})
-    return entries
+        yield {**ends, **how, "note": note}
 
 
 def _within_schedule(arm: Arm, baseline: Arm, metric: str, confidence: float) -> dict[int, Ratio]:
@@ -110,15 +102,13 @@ def _within_schedule(arm: Arm, baseline: Arm, metric: str, confidence: float) ->
     return within_schedule(logs, confidence) if logs else {}
 
 
-def verdict(
-    arm_state: str, baseline_state: str, found: Difference | None, at_compared: Difference | None = None
-) -> str:
-    """The verdict at equal tokens, from the largest budget of both arms.
+def verdict(arm: str, baseline: str, found: Difference | None, at_compared: Difference | None = None) -> str:
+    """The verdict at equal tokens, from the largest budget of both arms. arm, baseline: their states.
 
     untuned: the best value of one is at the edge of the tried values, or only one of the two was tuned. divergence: a
     difference is resolved, but values at which a seed diverges may be its only reason. at_compared: the difference as
     if there were none."""
-    states = {arm_state, baseline_state}
+    states = {arm, baseline}
     if "edge" in states or len(states) > 1:
         return "untuned"
     if found is None or not found.is_resolved:

@@ -47,11 +47,8 @@ def started(
 
 @dataclass(frozen=True)
 class Ended:
-    """A job whose process has ended. The run's directory has its result.
-
-    how: "killed by SIGKILL", for example, or the last line of the output. code: the exit code of `train`; None if it is
-    unknown, or after a signal.
-    """
+    """A job whose process has ended. how: "killed by SIGKILL", for example, or the last line of the output. code: the
+    exit code of `train`; None if it is unknown, or after a signal."""
 
     job: Job
     code: int | None

@@ -50,8 +50,7 @@ def last_line(log: Path) -> str:
 
 
 def main(parent: int, command: list[str]) -> None:
-    """On Linux the kernel sends SIGTERM when `parent` ends, and the run saves. Elsewhere the run continues, and the
-    next start of the study waits for it."""
+    """On Linux SIGTERM comes when `parent` ends, and the run saves. Elsewhere it goes on, and the next start waits."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # the parent ended before the request

@@ -42,7 +42,9 @@ class LocalEngine:
         return self.jobs - len(self._processes) if self._asked_to_stop is None else 0
 
     def start(self, job: Job) -> None:
-        devices = self._free_devices()
+        # An equal share of the GPUs, or, with fewer GPUs than runs, the least used one.
+        in_use = [device for process in self._processes for device in process.devices]
+        devices = tuple(sorted(self.gpus, key=in_use.count)[: max(1, len(self.gpus) // self.jobs)])
         threads = (began_with(job.run) if self.keeps_threads else None) or self.threads
         chosen = {"OMP_NUM_THREADS": str(threads)}
         if self.gpus:
@@ -74,19 +76,10 @@ class LocalEngine:
             for process in self._processes:
                 process.popen.send_signal(signal.SIGTERM)
 
-    def _free_devices(self) -> tuple[str, ...]:
-        """The GPUs of a new run: an equal share, or, with fewer GPUs than runs, the least used one."""
-        share = len(self.gpus) // self.jobs
-        in_use = [device for process in self._processes for device in process.devices]
-        by_use = sorted(self.gpus, key=in_use.count)
-        return tuple(by_use[: max(1, share)])
-
 
 def local_engine(config: StudyConfig, gpus: Sequence[str], cores: int, runs: Path) -> LocalEngine:
-    """The engine of `study.jobs` and `study.threads` on a machine with these GPUs and cores.
-
-    runs: the directory of the study's runs. They keep their number of threads, which changes the last digits of losses.
-    """
+    """The engine of `study.jobs` and `study.threads` on a machine with these GPUs and cores. runs: the directory of the
+    study's runs, which keep their number of threads, because it changes the last digits of losses."""
     jobs = (len(gpus) or min(cores, MOST_JOBS)) if config.jobs == AUTO else int(config.jobs)
     if config.threads != AUTO:
         return LocalEngine(jobs, int(config.threads), tuple(gpus))
@@ -94,8 +87,7 @@ def local_engine(config: StudyConfig, gpus: Sequence[str], cores: int, runs: Pat
 
 
 def threads_of(runs: Path) -> int | None:
-    """The first number of threads of a run in the directory; of a run shared with another study if there is no other.
-    None if no run has begun."""
+    """The first number of threads of a run in the directory, of a shared one last; None if no run has begun."""
     paths = sorted(runs.glob("*/run.json"), key=lambda path: (path.parent.is_symlink(), path))
     return next((threads for path in paths if (threads := began_with(path.parent)) is not None), None)
 

@@ -116,12 +116,9 @@ class SlurmEngine:
         name = job_name(job.run)
         if time.monotonic() - self._looked > LOOK_SECONDS and not self._look():
             raise mistake("study.engine=slurm: squeue does not answer", "See whether squeue works here")
-        number = self._queue.get(name)
-        if number is None:
-            number = self._submit(job, name)
-        else:
+        if (number := self._queue.get(name)) is not None:
             logger.info("%s: job %s is in the queue already", job.point.directory, number)
-        self._submitted[name] = _Submitted(job, number)
+        self._submitted[name] = _Submitted(job, number or self._submit(job, name))
 
     def running(self) -> Sequence[Job]:
         return [] if self._is_stopped else [submitted.job for submitted in self._submitted.values()]
@@ -186,10 +183,8 @@ class SlurmEngine:
             return str(executor.submit(training).job_id)
         except (subprocess.CalledProcessError, submitit.core.utils.FailedJobError, RuntimeError) as error:
             said = str(getattr(error, "stderr", "") or error).strip().splitlines()[-1]
-            raise mistake(f"study.slurm: sbatch refused the job of {job.point.directory}: {said}", _FIX) from None
-
-
-_FIX = "Set study.slurm.partition, account, time, gpus, cpus, memory or arguments as your cluster wants them"
+            fix = "Set study.slurm.partition, account, time, gpus, cpus, memory or arguments as your cluster wants them"
+            raise mistake(f"study.slurm: sbatch refused the job of {job.point.directory}: {said}", fix) from None
 
 
 def slurm_engine(config: StudyConfig, study: Path, is_used: bool = True) -> SlurmEngine:

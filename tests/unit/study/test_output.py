@@ -292,7 +292,7 @@ def test_the_parabola_is_the_one_of_the_fit() -> None:
 def test_matched_loss_arrows_end_where_the_baseline_s_fit_has_that_loss() -> None:
     report = example(arms=("gpt", "ngpt"), seeds=tuple(range(12)))
     tokens, losses = series.fit(report, "gpt") or ([], [])
-    for _, start, end, loss in series.arrows(report, "tokens")[:2]:
+    for _, start, end, loss in list(series.arrows(report, "tokens"))[:2]:
         assert end / start == pytest.approx(1.6)
         nearest = min(range(len(tokens)), key=lambda k: abs(math.log(tokens[k] / end)))
         assert losses[nearest] == pytest.approx(loss, abs=0.03)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -50,21 +51,17 @@ def _over_budgets(report: Report, title: str, **more: Any) -> Axis:
 
 
 def speedup(report: Report) -> Chart:
-    marks, shown, baseline = [], dict[tuple[str, str], None](), report["baseline"]
-    for arm in looks_of(report):
-        for unit in UNITS:
-            for how in HOW:
-                if entries := series.speedups(report, arm, unit, how):
-                    marks += _ratios(report, arm, {"unit": unit, "how": how}, entries)
-                    shown[unit, how] = None
+    marks, shown, baseline = [], set[str](), report["baseline"]
+    for arm, unit, how in product(looks_of(report), UNITS, HOW):
+        if entries := series.speedups(report, arm, unit, how):
+            marks += _ratios(report, arm, {"unit": unit, "how": how}, entries)
+            shown |= {unit, how}
     ends = [value for mark in marks for value in mark.y if value] or [1.0]
     ticks = {tick: f"{tick:g}" for tick in series.ratio_ticks(ends)}
     span = min([*ends, 0.9]) * 0.95, max([*ends, 1.1]) * 1.05
-    units, hows = ([name for name in names if any(name in pair for pair in shown)] for names in (UNITS, HOW))
-    times = [
-        Axis(f"times the {UNITS[unit]} that {baseline} needs", {"unit": unit}, True, ticks, span, rule=1)
-        for unit in UNITS
-    ]
+    units, hows = ([name for name in names if name in shown] for names in (UNITS, HOW))
+    titles = {unit: f"times the {words} that {baseline} needs" for unit, words in UNITS.items()}
+    times = [Axis(title, {"unit": unit}, True, ticks, span, rule=1) for unit, title in titles.items()]
     note = (
         f"How many times the arm's tokens, FLOPs or seconds {baseline} needs for the loss that the arm ends "
         f"at; bands are {percent(report['confidence'])} intervals. Above 1 the arm is ahead. Hollow: untuned, or "
@@ -112,10 +109,8 @@ def difference(report: Report) -> Chart:
         hover = f"{{arm}}, {si(entry['budget'])} tokens\n{shown} {report['unit']}"
         point: dict[str, Any] = {"size": 9, "hollow": [not solid], "label": shown}
         marks.append(Mark(arm, [entry["estimate"]], [row], when, hover, **point))
-    note = (
-        f"Left of the line an arm's loss is lower than that of {baseline}. Bars are {percent(report['confidence'])} "
-        f"intervals. Hollow: the arm or {report['baseline']} is untuned at that budget."
-    )
+    note = f"Left of the line an arm's loss is lower than that of {baseline}. Bars are {percent(report['confidence'])} "
+    note += f"intervals. Hollow: the arm or {report['baseline']} is untuned at that budget."
     x = Axis(f"end loss minus that of {baseline} ({report['unit']})", rule=0, least=0)
     y = rows([label(report, arm) for arm in arms])
     plots = [Plot(marks, [x], [y], height=90 + 38 * len(arms))]
@@ -279,9 +274,8 @@ def _tuning_curve(report: Report, entry: Mapping[str, Any], axis: Axis) -> list[
     if failed := [point["value"] for point in entry["points"] if point["failed"]]:
         top = [max([loss for _, loss in averaged], default=0.0)] * len(failed)
         cross: dict[str, Any] = {"size": 9, "symbol": "X", "opacity": strength}
-        marks.append(
-            mark([at(value) for value in failed], top, hover="{text}: failed", texts=list(map(short, failed)), **cross)
-        )
+        cross |= {"hover": "{text}: failed", "texts": list(map(short, failed))}
+        marks.append(mark([at(value) for value in failed], top, **cross))
     return marks
 
 
@@ -299,10 +293,8 @@ def sensitivity(report: Report) -> Chart:
         marks.append(Mark(entry["arm"], x, y, when, hover, texts, line=1.8, size=8, hollow=hollow))
     over = Axis("octaves off the optimum (1 is a factor of 2)")
     plots = [Plot(marks, [over], [Axis(f"loss above the lowest ({report['unit']})", least=0)], height=380)]
-    note = (
-        "What it costs to miss the optimum. A flat arm forgives. Hollow: untuned, and then octaves are counted from "
-        "the best value tried."
-    )
+    note = "What it costs to miss the optimum. A flat arm forgives."
+    note += " Hollow: untuned, and then octaves are counted from the best value tried."
     options = {LARGEST: "each arm's largest", **_budgets(report)} if len(report["budgets"]) > 1 else _budgets(report)
     choices = [Choice("budget", "Budget (tokens)", options, many=False), _keys(keys)]
     return _chart(report, "sensitivity", "Sensitivity to the tuned value", note, plots, choices)
@@ -318,10 +310,8 @@ def costs(report: Report) -> Chart:
         ("flops_per_token", "FLOPs per token", 1.0),
     ):
         values = {arm: factor * of_arm[arm][key] for arm in arms if of_arm[arm][key] is not None}
-        marks = [
-            Mark(arm, [value], [row], hover="{arm}: {x:si}", bar=True, label=si(value))
-            for row, (arm, value) in enumerate(values.items())
-        ]
+        bar = partial(Mark, hover="{arm}: {x:si}", bar=True)
+        marks = [bar(arm, [value], [row], label=si(value)) for row, (arm, value) in enumerate(values.items())]
         if marks:
             y = rows([label(report, arm) for arm in values])
             plots.append(Plot(marks, [Axis("", least=0)], [y], title, height=90 + 38 * len(values)))
@@ -344,8 +334,7 @@ PICTURES: dict[str, tuple[Callable[[Report], Chart], Picture]] = {
 
 
 def write_figures(report: Report, folder: Path) -> dict[str, str]:
-    """Writes NAME.png and NAME.svg for each of PICTURES with data into `folder`, and removes the other pictures.
-    Returns captions by name."""
+    """Writes PICTURES with data as PNG and SVG into `folder`, and removes the others. Returns captions by name."""
     folder.mkdir(parents=True, exist_ok=True)
     captions = {}
     for name, (make, picture) in PICTURES.items():

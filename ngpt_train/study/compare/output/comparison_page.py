@@ -1,8 +1,9 @@
 """report.html: one page with verdicts, figures and tables. It needs no network."""
 
+from collections.abc import Sequence
 from html import escape
 
-from ngpt_train.report.page.chart import Chart
+from ngpt_train.report.page.chart import Chart, Plot
 from ngpt_train.report.page.html import figure, glyph, header, links, page, scrolled, section
 from ngpt_train.report.rounded import DASH
 from ngpt_train.study.compare.output import charts, tables, wording
@@ -23,7 +24,8 @@ FOLDED = ("speedups", "differences", "runs")
 
 def html(report: Report) -> str:
     """The page of report.json."""
-    drawn = [chart for make in charts.CHARTS if (chart := make(report)).has_marks]
+    made = [make(report) for make in charts.CHARTS]
+    drawn = [chart for chart in made if any(plot.marks for plot in chart.plots)]
     body = "\n".join([*_first_screen(report, drawn), *_sections(report, drawn)])
     title = f"{report['title']}: which is better, by how much, how sure"
     return page(title, ("verdicts", "To the verdicts"), body, drawn)
@@ -68,13 +70,13 @@ def _confounds(report: Report) -> str:
 def _sections(report: Report, drawn: list[Chart]) -> list[str]:
     made = []
     names = {chart.labels[arm]: arm for chart in drawn for arm in chart.labels}
+
+    def title_of(plot: Plot) -> str:
+        return _arm(report, names[plot.title]) if plot.title in names else escape(plot.title)
+
     for chart in drawn:
-        content = figure(
-            chart, lambda plot: _arm(report, names[plot.title]) if plot.title in names else escape(plot.title)
-        )
-        if chart.name in BENEATH:
-            content += _table(report, BENEATH[chart.name](report))
-        made.append(section(chart.name, chart.title, content))
+        beneath = _table(report, BENEATH[chart.name](report)) if chart.name in BENEATH else ""
+        made.append(section(chart.name, chart.title, figure(chart, title_of) + beneath))
     others = (make(report) for make in (tables.differences, tables.referee, tables.failures, tables.audits))
     for found in (*interactions(report), *descents(report), *others):
         made.append(section(found.name, found.title, _table(report, found)))
@@ -92,7 +94,7 @@ def _arm(report: Report, name: str) -> str:
     return f'{glyph(charts.looks_of(report)[name])}<span class="name">{escape(name)}</span>{stamp}'
 
 
-def _cell(report: Report, text: str, kind: str, label: str = "") -> str:
+def _cell(report: Report, text: str, kind: str, label: str) -> str:
     """label: the name of the column, for rows that a narrow screen shows as cards."""
     shown, look = escape(text), "n" if kind == tables.NUMBER else "wrap"
     if kind == tables.ARM and text in report["arms"]:
@@ -106,6 +108,11 @@ def _cell(report: Report, text: str, kind: str, label: str = "") -> str:
     return f'<td class="{look}"{named}>{shown}</td>'
 
 
+def _row(report: Report, table: Table, texts: Sequence[str], is_card: bool = False) -> str:
+    cells = zip(texts, table.columns, strict=True)
+    return f"<tr>{''.join(_cell(report, text, kind, name * is_card) for text, (name, kind) in cells)}</tr>"
+
+
 def _head(columns: tables.Columns) -> str:
     names = "".join(
         f'<th scope="col"{" class=n" if kind == tables.NUMBER else ""}>{escape(name)}</th>' for name, kind in columns
@@ -117,9 +124,7 @@ def _table(report: Report, table: Table) -> str:
     if not table.rows:
         return f'<p class="note">{escape(table.empty)}</p>'
     table = table.condensed()
-    kinds = [kind for _, kind in table.columns]
-    rows = [[_cell(report, *cell) for cell in zip(row, kinds, strict=True)] for row in table.rows]
-    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
+    body = "".join(_row(report, table, row) for row in table.rows)
     note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
     found = note + scrolled(table.title, f"{_head(table.columns)}<tbody>{body}</tbody>")
     if table.name not in FOLDED:
@@ -129,10 +134,6 @@ def _table(report: Report, table: Table) -> str:
 
 def _cards(report: Report, table: Table) -> str:
     """The table of verdicts. A narrow screen shows its rows as cards."""
-    rows, table = [], table.condensed()
-    for texts in table.rows:
-        cells = zip(texts, table.columns, strict=True)
-        rows.append("".join(_cell(report, text, kind, name) for text, (name, kind) in cells))
-    body = "".join(f"<tbody><tr>{row}</tr></tbody>" for row in rows)
-    note = f'<p class="note">{escape(table.note)}</p>'
-    return f'<table class="cards">{_head(table.columns)}{body}</table>{note}'
+    table = table.condensed()
+    body = "".join(f"<tbody>{_row(report, table, row, is_card=True)}</tbody>" for row in table.rows)
+    return f'<table class="cards">{_head(table.columns)}{body}</table><p class="note">{escape(table.note)}</p>'

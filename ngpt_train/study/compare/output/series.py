@@ -1,7 +1,7 @@
 """The numbers of the figures, computed from the report."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,11 +65,8 @@ def cost_of(report: Report, arm: str, budget: float, axis: str) -> float | None:
     """The arm's cost of `budget` tokens in tokens, FLOPs or seconds; None if unknown."""
     if axis == "tokens":
         return float(budget)
-    ends = [
-        (curve["eval"]["tokens"][-1], eval_axis(report, curve, axis)[-1])
-        for curve in report["curves"]
-        if curve["arm"] == arm and curve["eval"]["tokens"]
-    ]
+    curves = [curve for curve in report["curves"] if curve["arm"] == arm and curve["eval"]["tokens"]]
+    ends = [(curve["eval"]["tokens"][-1], eval_axis(report, curve, axis)[-1]) for curve in curves]
     rates = [cost / tokens for tokens, cost in ends if tokens and cost]
     return float(budget * np.median(rates)) if rates else None
 
@@ -104,17 +101,14 @@ def state_at(report: Report, arm: str, budget: int) -> bool:
     return all(state == "bracketed" for state in states) if states else bool(report["arms"][arm]["tuned"])
 
 
-def arrows(report: Report, axis: str) -> list[tuple[str, float, float, float]]:
+def arrows(report: Report, axis: str) -> Iterator[tuple[str, float, float, float]]:
     """Matched loss: (arm, the arm's cost at a budget, the baseline's cost for the same loss, the loss)."""
-    found = []
     for arm in report["arms"]:
         losses = end_losses(report, arm)
         for entry in speedups(report, arm, axis, "annealed"):
             start = cost_of(report, arm, entry["budget"], axis)
             if start is not None and entry["budget"] in losses:
-                loss = float(np.mean(losses[entry["budget"]]))
-                found.append((arm, start, start * entry["estimate"], loss))
-    return found
+                yield arm, start, start * entry["estimate"], float(np.mean(losses[entry["budget"]]))
 
 
 def means(entry: Mapping[str, Any]) -> list[tuple[Any, float]]:

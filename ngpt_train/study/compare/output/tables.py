@@ -10,26 +10,9 @@ import numpy as np
 from ngpt_train.report.rounded import DASH, interval, number, percent, si
 from ngpt_train.study.compare.equal_loss import EXTRAPOLATED, FLATTERS
 from ngpt_train.study.compare.intervals import POWER
+from ngpt_train.study.compare.output import wording
 from ngpt_train.study.compare.output.series import end_losses, losses_by_seed
-from ngpt_train.study.compare.output.wording import (
-    HOW,
-    UNITS,
-    VERDICTS,
-    Report,
-    alike,
-    audit_says,
-    budget_of,
-    differing,
-    is_known,
-    is_tuned,
-    known_speedups,
-    marked,
-    ratio,
-    short,
-    size_text,
-    values_in_arms,
-    values_text,
-)
+from ngpt_train.study.compare.output.wording import UNITS, Report, is_known, ratio, values_text
 from ngpt_train.study.compare.phrases import BY_OWN_CLOCKS, OWN_NOISE
 from ngpt_train.study.definition import LR
 
@@ -83,11 +66,11 @@ def verdicts(report: Report) -> Table:
     trends = {trend["arm"]: trend for trend in report["trends"]}
     rows = []
     for arm in _from_baseline(report):
-        budget = budget_of(report, arm)
-        ratios = {s["unit"]: s for s in known_speedups(report, arm) if s["budget"] == budget}
-        word = VERDICTS.get(report["verdicts"].get(arm), DASH)
+        budget = wording.budget_of(report, arm)
+        ratios = {s["unit"]: s for s in wording.known_speedups(report, arm) if s["budget"] == budget}
+        word = wording.VERDICTS.get(report["verdicts"].get(arm), DASH)
         if arm == baseline:
-            word = "baseline" if is_tuned(report, arm) else "untuned"
+            word = "baseline" if wording.is_tuned(report, arm) else "untuned"
         at = at_budget(report, arm, budget)
         if len(report["budgets"]) == 1:
             at[1] = _mean_and_spread(report, end_losses(report, arm).get(report["budgets"][0], []))
@@ -96,7 +79,7 @@ def verdicts(report: Report) -> Table:
     columns += [*((f"Speed-up, {words}", NUMBER) for words in UNITS.values()), ("Twice the budget", NUMBER)]
     note = f"Each row is of the largest budget that the arm and {baseline} both have. End loss: "
     note += f"{_of_seeds(report)}. " if len(report["budgets"]) == 1 else "mean over seeds. "
-    if any(known_speedups(report, arm) for arm in report["arms"]):
+    if any(wording.known_speedups(report, arm) for arm in report["arms"]):
         note += (
             f"Speed-up: how many times the arm's tokens, FLOPs or seconds {baseline} needs for the loss that the arm "
             f"ends at, between annealed runs; extrapolated: it, or an end of its interval, lies beyond {baseline}'s "
@@ -144,7 +127,7 @@ def tuning_of_keys(report: Report) -> Table:
         not_tuned = ", ".join(filter(None, [not_tuned, *lacks]))
         at = [si(of["budget"]), *(f"{key} {si(x)}" for key, x in of.get("tuned_elsewhere", {}).items())]
         texts = (values_text(of["tuned"]), chosen, not_tuned, ", ".join(at) if of["tuned"] else DASH)
-        rows.setdefault(texts, []).append(marked(report, arm))
+        rows.setdefault(texts, []).append(wording.marked(report, arm))
     words = {"chosen": "Chosen beforehand", "not_tuned": "Not tuned"}
     note = "".join(f"{words[part]} in all arms: {values_text(of)}. " for part, of in shared.items() if of)
     note += (
@@ -228,9 +211,8 @@ def differences(report: Report) -> Table:
 def _apart(report: Report, arm: str, budget: int) -> float | None:
     """The standard deviation, between seeds, of the difference from the baseline."""
     one, other = (losses_by_seed(report, name).get(budget, {}) for name in (arm, report["baseline"]))
-    pairs = [(one[seed], other[seed]) for seed in one if seed in other] or list(
-        zip(one.values(), other.values(), strict=False)
-    )
+    pairs = [(one[seed], other[seed]) for seed in one if seed in other]
+    pairs = pairs or list(zip(one.values(), other.values(), strict=False))
     return float(np.std([a - b for a, b in pairs], ddof=1)) if len(pairs) > 1 else None
 
 
@@ -249,19 +231,19 @@ def speedups(report: Report) -> Table:
             ratios = {s["unit"]: ratio(s) if is_known(s) else DASH for s in entries}
             clocks = ", ".join(dict.fromkeys(s["clock"] for s in entries if s["clock"] and is_known(s)))
             shown = (ratios.get(unit, DASH) for unit in UNITS)
-            rows.append([arm, HOW[how], si(budget), *shown, clocks or DASH, remarks or DASH])
+            rows.append([arm, wording.HOW[how], si(budget), *shown, clocks or DASH, remarks or DASH])
         else:
-            unknown.setdefault((HOW[how], si(budget), remarks), {})[arm] = None
+            unknown.setdefault((wording.HOW[how], si(budget), remarks), {})[arm] = None
     said = []
     for (in_words, at, why), arms in unknown.items():
         whose = "any arm" if len(arms) == len(report["arms"]) - 1 > 1 else ", ".join(arms)
         said.append(f"No ratio {in_words} at {at} tokens for {whose}{f': {why}' if why else ''}.")
     note = "How many times the arm's tokens, FLOPs or seconds the baseline needs."
-    if any(row[1] == HOW["within_schedule"] for row in rows):
+    if any(row[1] == wording.HOW["within_schedule"] for row in rows):
         note += (
-            " A ratio within one schedule, for the loss that the worse of the two ends at, stands here where no other "
-            "is known, and is no verdict: it flatters the arm whose learning rate decays faster."
+            " A ratio within one schedule, for the loss that the worse of the two ends at, stands here where no other"
         )
+        note += " is known, and is no verdict: it flatters the arm whose learning rate decays faster."
     note += " The intervals have the noise of the losses, and not the error of the form that is fitted."
     note = " ".join([note, *said])
     columns = [("Arm", ARM), ("How", TEXT), ("Budget (tokens)", NUMBER), *((unit, NUMBER) for unit in UNITS.values())]
@@ -290,7 +272,7 @@ def tuning(report: Report) -> Table:
         chosen = report["arms"][t["arm"]]["best_by_budget"].get(str(t["budget"]), {}).get(t["key"])
         state = "bracketed" if t["state"] == "bracketed" else f"untuned ({t['state']})"
         points = f"{len(t['points'])}" + (f", {failed} failed" if failed else "")
-        found = (state, short(chosen), _optimum(t), number(t["price_of_grid"], 4), points)
+        found = (state, wording.short(chosen), _optimum(t), number(t["price_of_grid"], 4), points)
         rows.append([t["arm"], si(t["budget"]), t["key"], *found])
     columns = [("Arm", ARM), ("Budget (tokens)", NUMBER), ("Key", CODE), ("State", VERDICT)]
     names = ["Best tried", "Optimum of the parabola", "Price of the grid", "Points tried"]
@@ -319,9 +301,8 @@ def costs(report: Report) -> Table:
         rows.append([c["arm"], *counts, number(c["memory_gb"], None, 3), *times])
     names = ["Parameters", "FLOPs per token", "Peak memory (GB)", "Step time (ms)", "Clock"]
     columns = [("Arm", ARM), *((name, NUMBER) for name in names)]
-    note = (
-        "Peak memory is of a GPU's tensors; on a CPU it is of the whole process, the preparation of its data included."
-    )
+    note = "Peak memory is of a GPU's tensors; on a CPU it is of the whole process,"
+    note += " the preparation of its data included."
     return Table("costs", "Memory and step time", columns, rows, note, "No costs are known.")
 
 
@@ -336,15 +317,14 @@ def referee(report: Report) -> Table:
     words = {"confound": "confound", "under_test": "under test", "follows": "follows"}
     tuned = {key for of in report["tuning_of_keys"].values() for key in of["tuned"]}
     rows = []
-    for keys, entry in sorted(alike(differing(report)), key=lambda found: list(words).index(found[1]["kind"])):
-        values = "in Tuning" if keys[0] in tuned and entry["kind"] == "follows" else values_in_arms(entry)
-        note = "; ".join(filter(None, [size_text(entry["size"]), entry["note"]])) or DASH
+    found = wording.alike(wording.differing(report))
+    for keys, entry in sorted(found, key=lambda one: list(words).index(one[1]["kind"])):
+        values = "in Tuning" if keys[0] in tuned and entry["kind"] == "follows" else wording.values_in_arms(entry)
+        note = "; ".join(filter(None, [wording.size_text(entry["size"]), entry["note"]])) or DASH
         rows.append([words[entry["kind"]], ", ".join(keys), values, note])
     columns = [("Kind", VERDICT), ("What differs", CODE), ("Values", TEXT), ("Size, note", TEXT)]
-    note = (
-        "Every way in which two arms differ: the thing under test, what follows from it, and confounds, which may be "
-        "the true cause of a difference."
-    )
+    note = "Every way in which two arms differ: the thing under test, what follows from it, and confounds,"
+    note += " which may be the true cause of a difference."
     return Table("referee", "What differs between the arms", columns, rows, note, "The arms differ in nothing.")
 
 
@@ -364,7 +344,7 @@ def audits(report: Report) -> Table:
         windows = ", ".join(f"{start} to {end}" for start, end in a["windows"]) or DASH
         counted = f"{si(a['steps_compared'])} of {si(a['steps'])}"
         where = " ".join(filter(None, [a["device"], a["time"], a["note"]])) or DASH
-        says = (audit_says(a), a["how"] or DASH, windows, counted)
+        says = (wording.audit_says(a), a["how"] or DASH, windows, counted)
         rows.append([str(a["run"]), *says, str(a["found"]), a["commit"] or "", where])
     columns = [("Run", CODE), ("Result", VERDICT), ("Compared", TEXT), ("Windows (steps)", TEXT)]
     columns += [("Steps trained again", NUMBER), ("Findings", NUMBER), ("Commit", CODE), ("Where, when", TEXT)]

@@ -1,6 +1,7 @@
 """The sentences of a report before its first number, for report.md, the page, the figures and the console."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ngpt_train.report.rounded import DASH, interval, number, percent, si
@@ -88,32 +89,25 @@ def cautions(report: Report) -> list[str]:
         said.append("One budget: how the difference changes with the budget is unknown.")
     said += _lost(report)
     said += [sentence for arm in report["arms"] for sentence in _thrown_away(report, arm)]
-    failed = [str(audit["run"]) for audit in report["audits"] if audit_says(audit) != "equal"]
-    if failed:
-        said.append(
-            f"Audit: training again does not give what is on record, or gave it of other records: {', '.join(failed)}."
-        )
-    untuned = [arm for arm in report["arms"] if not is_tuned(report, arm)]
-    if untuned:
-        said.append(f"Untuned: {', '.join(untuned)}. The loss of an untuned arm is a bound.")
+    if failed := ", ".join(str(audit["run"]) for audit in report["audits"] if audit_says(audit) != "equal"):
+        said.append(f"Audit: training again does not give what is on record, or gave it of other records: {failed}.")
+    if untuned := ", ".join(arm for arm in report["arms"] if not is_tuned(report, arm)):
+        said.append(f"Untuned: {untuned}. The loss of an untuned arm is a bound.")
     return said
 
 
-def _lost(report: Report) -> list[str]:
+def _lost(report: Report) -> Iterator[str]:
     """Warnings for arms that were tried at a budget and have no loss there."""
     without = dict.fromkeys(x["arm"] for x in report["failures"] if x["arm"] not in report["arms"])
-    said = [f"No run of {arm} has ended, because runs failed." for arm in without]
-    for arm, budget in dict.fromkeys((x["arm"], x["budget"]) for x in report["failures"] if x["budget"] is not None):
-        if arm not in without and str(budget) not in report["arms"][arm]["best_by_budget"]:
-            failed, ended = (
-                sum((x["arm"], x["budget"]) == (arm, budget) for x in report[name]) for name in ("failures", "losses")
-            )
-            why = f"{failed} of its {failed + ended} runs there failed. A failure counts as worse than any loss"
-            said.append(f"No comparison of {arm} at {si(budget)} tokens: {why}.")
-    return said
+    yield from (f"No run of {arm} has ended, because runs failed." for arm in without)
+    failed, ended = (Counter((x["arm"], x["budget"]) for x in report[name]) for name in ("failures", "losses"))
+    for (arm, budget), n in failed.items():
+        if budget is not None and arm not in without and str(budget) not in report["arms"][arm]["best_by_budget"]:
+            why = f"{n} of its {n + ended[arm, budget]} runs there failed. A failure counts as worse than any loss"
+            yield f"No comparison of {arm} at {si(budget)} tokens: {why}."
 
 
-def _thrown_away(report: Report, arm: str) -> list[str]:
+def _thrown_away(report: Report, arm: str) -> Iterator[str]:
     """A warning if a failed seed excludes values whose other seeds end lower than the same seeds at the best values."""
     at = budget_of(report, arm)
     ended = [x for x in report["losses"] if (x["arm"], x["budget"]) == (arm, at)]
@@ -123,12 +117,12 @@ def _thrown_away(report: Report, arm: str) -> list[str]:
         of_values = [x for x in ended if x["values"] == failed["values"] and x["seed"] in losses]
         gains = [losses[x["seed"]] - x["loss"] for x in of_values]
         if sum(gains) > 0:
-            return [
+            yield (
                 f"With {values_text(failed['values'])} {arm} fails for a seed ({failed['reason']}), while "
                 f"{len(gains)} of its seeds end lower in the mean than with the values that are compared: a failure "
                 "counts as worse than any loss."
-            ]
-    return []
+            )
+            return
 
 
 SHOWN = 24  # characters of a value in a sentence; the table shows all
@@ -172,7 +166,7 @@ def differing(report: Report) -> list[dict[str, Any]]:
             same = (other["kind"], other["key"]) == (entry["kind"], entry["key"]) and other is not entry
             values = dict(zip(other["arms"], other["values"], strict=False)).get(arm) if same else None
             if isinstance(values, list) and sorted(map(str, values)) == sorted(map(str, entry["values"])):
-                other["among"] = [*other.get("among", []), arm]
+                other.setdefault("among", []).append(arm)
                 entries.remove(entry)
                 break
     for entry in entries:
