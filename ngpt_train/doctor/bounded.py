@@ -92,7 +92,9 @@ class Check:
 
 
 def _in_child(look: Look, write: int, said: IO[str], seconds: float) -> NoReturn:
-    code = 1
+    def report(**facts: Any) -> None:
+        os.write(write, (json.dumps(facts, default=str) + "\n").encode())
+
     try:
         os.setsid()  # a process group with its children, to be killed together
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -104,17 +106,11 @@ def _in_child(look: Look, write: int, said: IO[str], seconds: float) -> NoReturn
         os.dup2(said.fileno(), 2)
         faulthandler.enable(said)
         faulthandler.dump_traceback_later(max(0.1, seconds - LAST_WORDS), file=said)
-
-        def report(**facts: Any) -> None:
-            os.write(write, (json.dumps(facts, default=str) + "\n").encode())
-
-        try:
-            look(report)
-        except Exception as error:
-            report(problem=in_one_line(error))
-        code = 0
+        look(report)
+    except BaseException as error:
+        report(problem=in_one_line(error))
     finally:
-        os._exit(code)  # without the interpreter's exit handlers, which are the parent's
+        os._exit(0)  # without the interpreter's exit handlers, which are the parent's
 
 
 def first_line(error: BaseException | str) -> str:

@@ -21,7 +21,7 @@ from ngpt_train.data.sources.hub_client import HubClient
 from ngpt_train.data.sources.source import Shard, Source
 from ngpt_train.data.tokenizers import load_tokenizer
 from ngpt_train.doctor.bounded import Report, first_line
-from ngpt_train.doctor.findings import MACHINE, OK, WARNING, WRONG, Answer, Finding, differences, gb, of_each, unchecked
+from ngpt_train.doctor.findings import OK, WARNING, WRONG, Answer, Finding, differences, gb, of_each, unchecked
 from ngpt_train.training.run_directory import initial_checkpoint
 
 MOST_OPENED = 500  # files, spread over all of them
@@ -55,7 +55,7 @@ def look(config: Config, report: Report) -> None:
         try:
             report(init_from=str(initial_checkpoint(config)))
         except (ConfigError, DataError) as error:
-            report(init_from_refused=str(error), code=error.exit_code)
+            report(init_from_refused=(str(error), error.exit_code))
     if vocabulary:
         report(tokenizer=vocabulary)
     elif config.tokenizer.from_text:
@@ -67,7 +67,7 @@ def look(config: Config, report: Report) -> None:
             tokenizer = load_tokenizer(config.tokenizer)
             report(tokenizer={"name": tokenizer.name, "size": tokenizer.vocab_size})
         except (ConfigError, DataError) as error:
-            report(tokenizer_refused=str(error), code=error.exit_code)
+            report(tokenizer_refused=(str(error), error.exit_code))
 
 
 def sources(config: Config) -> list[tuple[str, DataConfig]]:
@@ -156,7 +156,7 @@ def _data(config: Config, answer: Answer) -> Iterator[Finding]:
         else:
             yield Finding("data", f"{where}: {found['said']}")
     if refused := facts.get("init_from_refused"):
-        yield Finding("run.init_from", refused, WRONG, "as it says", code=facts.get("code", MACHINE))
+        yield Finding("run.init_from", refused[0], WRONG, "as it says", code=refused[1])
     elif "init_from" in facts:
         yield Finding("run.init_from", facts["init_from"])
 
@@ -165,7 +165,7 @@ def _tokenizer(config: Config, answer: Answer) -> Iterator[Finding]:
     facts = answer.facts
     if refused := facts.get("tokenizer_refused"):
         remedy = "copy the file where all hosts see it, and set tokenizer.path to it"
-        yield Finding("tokenizer", first_line(refused), WRONG, remedy, code=facts.get("code", MACHINE))
+        yield Finding("tokenizer", first_line(refused[0]), WRONG, remedy, code=refused[1])
     elif facts.get("begun") == "the tokenizer" and "tokenizer" not in facts and answer.problem:
         remedy = "copy its file here and set tokenizer.path=FILE"
         yield unchecked("tokenizer", answer.problem, remedy, WRONG)
