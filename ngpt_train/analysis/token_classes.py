@@ -118,11 +118,10 @@ def of_source(validation: Tokens, names: Sequence[str], config: Config, chosen: 
     """
     lengths = validation.shard_lengths()
     assert len(lengths) == len(names)
-    last = np.empty(1, np.int64)
-    validation.read(len(validation) - 1, last)
     numbers = [np.full(n, number, np.int64) for number, n in enumerate(lengths)]
     # A document must end with eos here exactly if it does in the text.
-    eos = len(names) - 1 if last[0] == validation.eos else len(names)
+    ends_with_eos = validation.ids(len(validation) - 1, 1)[0] == validation.eos
+    eos = len(names) - 1 if ends_with_eos else len(names)
     starts, _ = validation.documents
     firsts = np.cumsum([0, *lengths])
     offsets = [

@@ -120,6 +120,12 @@ class Tokens:
             lengths.append(np.diff(offsets))
         return np.concatenate(starts), np.concatenate(lengths)
 
+    def ids(self, start: int, n: int) -> NDArray[np.int64]:
+        """The `n` tokens from `start` on, as `read` has them."""
+        out = np.empty(n, np.int64)
+        self.read(start, out)
+        return out
+
     def read(self, start: int, out: NDArray[np.integer]) -> None:
         """Fills `out` with the tokens from `start` on. Token -1 is eos, which opens the first document."""
         assert start >= -1

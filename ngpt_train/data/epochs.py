@@ -60,15 +60,13 @@ def epoch_rows(data: Dataset, config: Config) -> dict[str, EpochRows]:
     if isinstance(data.train, Tokens):
         return {"": EpochRows(len(rows_of(data.train, config)), 1.0, exact=True)}
     held_out = data.validation
-    ids = np.empty(len(held_out), np.int64)
-    held_out.read(0, ids)
-    n_bytes = int(data.tokenizer.n_bytes[ids].sum())
+    n_bytes = int(data.tokenizer.n_bytes[held_out.ids(0, len(held_out))].sum())
     text = data.train.about_bytes() * (1 - data.train.val_fraction)
     tokens = text * len(held_out) / max(1, n_bytes)
-    if row_format(config, held_out.eos).source_context is None:
-        return {"": EpochRows(max(1.0, tokens / config.model.context), 1.0, exact=False)}
-    # A row is a document that is long enough.
-    return {"": EpochRows(max(1.0, tokens * len(rows_of(held_out, config)) / len(held_out)), 1.0, exact=False)}
+    rows = tokens / config.model.context
+    if row_format(config, held_out.eos).source_context is not None:  # a row is a document that is long enough
+        rows = tokens * len(rows_of(held_out, config)) / len(held_out)
+    return {"": EpochRows(max(1.0, rows), 1.0, exact=False)}
 
 
 def planned_rows(config: Config) -> dict[str, EpochRows | None]:

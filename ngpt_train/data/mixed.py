@@ -190,6 +190,4 @@ def _beginning(tokens: Tokens, config: Config, share: float) -> tuple[NDArray[np
     else:
         full = lengths.cumsum() // form.context if form.source_context is None else (lengths >= form.shortest).cumsum()
     ends = lengths[: int(np.searchsorted(full, max(1, round(share * wanted)))) + 1].cumsum()
-    ids = np.empty(int(ends[-1]), np.int64)
-    tokens.read(0, ids)
-    return ids, np.append(0, ends)
+    return tokens.ids(0, int(ends[-1])), np.append(0, ends)

@@ -216,9 +216,7 @@ class BestFit:
         starts, lengths = tokens.documents
         parts: list[tuple[int, int]] = []
         ends = [0]
-        last = np.empty(1, np.int64)
-        tokens.read(len(tokens) - 1, last)
-        if last[0] != tokens.eos:
+        if tokens.ids(len(tokens) - 1, 1)[0] != tokens.eos:
             # The last document has no eos to open another document after it, so it has rows of its own.
             parts += [(s, min(form.context, len(tokens) - s)) for s in range(starts[-1], len(tokens), form.context)]
             ends += range(1, len(parts) + 1)
@@ -269,12 +267,8 @@ class PrefixContinuation:
         return len(self._starts)
 
     def batch(self, indices: NDArray[np.int64]) -> Batch:
-        return self._form.batch(np.stack([self._ids(index) for index in indices.tolist()]))
-
-    def _ids(self, index: int) -> Ids:
-        ids = np.empty(self._lengths[index], np.int64)
-        self._tokens.read(self._starts[index], ids)
-        return self._form.beginning(ids)
+        documents = (self._tokens.ids(self._starts[index], self._lengths[index]) for index in indices.tolist())
+        return self._form.batch(np.stack([self._form.beginning(ids) for ids in documents]))
 
 
 class LabelRows:
