@@ -1,4 +1,4 @@
-"""The text of each id, and classes of targets: each target has one label of every kind."""
+"""Classes of targets: each target has one label of every kind."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,6 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.constants import IGNORED
 from ngpt_train.data.dataset import Tokens
 from ngpt_train.data.rows import rows_of
-from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 # By the first character that is no space; `piece_types` has the rules.
@@ -25,17 +24,6 @@ TYPES = (
     "end of document",
     "special",
 )
-
-
-def pieces_of(tokenizer: Tokenizer) -> list[str]:
-    """The text of each id, spaces included, by id: `(vocab_size,)` texts.
-
-    Each id is decoded after a letter, because at the beginning of a text some tokenizers leave the space out. A part of
-    a longer character is U+FFFD; a special id has an empty text.
-    """
-    letter = [int(i) for i in tokenizer.encode("a")]
-    before = tokenizer.decode(letter)
-    return [tokenizer.decode([*letter, i])[len(before) :] for i in range(tokenizer.vocab_size)]
 
 
 def piece_types(ids: NDArray[np.int64], before: NDArray[np.int64], pieces: list[str], eos: int) -> NDArray[np.int64]:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ngpt_train.core.constants import IGNORED
 from ngpt_train.data.permutation import keyed_hash, uniform
+from ngpt_train.data.tokenizers.tokenizer import pieces_of
 
 if TYPE_CHECKING:  # rows are masked, and know how
     from ngpt_train.config.schema import Config
@@ -98,7 +99,4 @@ def masks_of(config: Config, tokenizer: Tokenizer) -> Masks | None:
 
 def begins_word(tokenizer: Tokenizer) -> NDArray[np.bool_]:
     """(vocab_size,): true for an id whose text begins with white space, and for eos."""
-    before = tokenizer.encode("a").tolist()
-    start = len(tokenizer.decode(before))  # the first piece of a text may lose its space
-    texts = (tokenizer.decode([*before, i])[start:] for i in range(tokenizer.vocab_size))
-    return np.array([i == tokenizer.eos or text[:1].isspace() for i, text in enumerate(texts)])
+    return np.array([i == tokenizer.eos or text[:1].isspace() for i, text in enumerate(pieces_of(tokenizer))])

@@ -76,6 +76,14 @@ def with_eos(tokenizer: Tokenizer, text: str) -> Ids:
     return np.concatenate((encode_document(tokenizer, text), [tokenizer.eos]), dtype=dtype, casting="unsafe")
 
 
+def pieces_of(tokenizer: Tokenizer) -> list[str]:
+    """The text of each id, spaces included. Each is decoded after a letter, because at the beginning of a text some
+    tokenizers leave the space out. A part of a longer character is U+FFFD; a special id has an empty text."""
+    letter = tokenizer.encode("a").tolist()
+    before = tokenizer.decode(letter)
+    return [tokenizer.decode([*letter, i])[len(before) :] for i in range(tokenizer.vocab_size)]
+
+
 def _stretches(text: str) -> Iterator[str]:
     start = 0
     while len(text) - start > STRETCH:
