@@ -19,10 +19,7 @@ from ngpt_train.report.page.pictures import Picture, write_picture
 
 
 def as_json(measured: Measured, runs: Sequence[Mapping[str, Any]], command: str) -> dict[str, Any]:
-    """The content of analysis.json. Infinities and NaN are null. runs: a table with a row for each run.
-
-    definition: the first paragraph of the measuring function's docstring.
-    """
+    """The content of analysis.json. Infinities and NaN are null. runs: a table with a row for each run."""
     figures = {}
     for name, curves in measured.curves.items():
         figure = FIGURES[name]
@@ -32,7 +29,7 @@ def as_json(measured: Measured, runs: Sequence[Mapping[str, Any]], command: str)
         for run, found in curves.items():
             for curve in found:
                 panels[curve.panel]["curves"].append(_curve(run, curve))
-        definition = " ".join((figure.measure.__doc__ or "").split("\n\n")[0].split())
+        definition = figure.definition or " ".join((figure.measure.__doc__ or "").split("\n\n")[0].split())
         shown = {panel: of for panel, of in panels.items() if of["curves"]}
         figures[name] = {"title": figure.title, "definition": definition, "panels": shown}
     skipped = [vars(each) for each in measured.skipped]

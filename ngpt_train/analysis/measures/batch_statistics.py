@@ -136,9 +136,6 @@ def compared(norm: Any, values: Sequence[Tensor]) -> dict[str, float]:
     return found
 
 
-# Figures
-
-
 def over_batches(run: OfRun, names: Sequence[str]) -> list[Curve]:
     """For the first norm over the batch: a value for each batch. For each layer: the mean over the batches, and the
     variance, divided by n - 1."""
@@ -165,22 +162,3 @@ def over_batches(run: OfRun, names: Sequence[str]) -> list[Curve]:
                     variance = all_values.var(axis=1, ddof=1)
                     curves.append(Curve(f"{name}_variance", named_curve(stack, kind), x, variance))
     return some(curves, f"has a norm over the batch, but {' and '.join(names)} are not among its statistics")
-
-
-def figure_2(run: OfRun) -> list[Curve]:
-    """PowerNorm, figure 2: dist(mu_B, mu) = ||mu_B - mu|| / d and dist(sigma_B^2, sigma^2) of BatchNorm, and
-    dist(sigma_B, sigma); of the first norm over the batches, and of each layer the mean and variance over them."""
-    return over_batches(run, ("mu", "sigma_squared", "sigma"))
-
-
-def figure_3(run: OfRun) -> list[Curve]:
-    """PowerNorm, figure 3: g_mu = ||gamma / (sigma_B B) sum_j dL/dy_j|| / d, and g_sigma^2 with dL/dy_j x_hat_j in the
-    sum (eq. 3), of BatchNorm; L is the mean loss of the batch."""
-    return over_batches(run, ("g_mu", "g_sigma_squared"))
-
-
-def figure_4(run: OfRun) -> list[Curve]:
-    """PowerNorm, figure 4: dist(sigma_B, sigma) and dist(psi_B, psi), ||x_B - x|| / d, and those of the squares; the
-    gradient's terms g_sigma^2 (eq. 3) and g_psi^2 = ||gamma / (psi_B B) sum_j dL/dy_j x_hat_j|| / d (eq. 6)."""
-    names = ("sigma", "psi", "sigma_squared", "psi_squared", "g_sigma_squared", "g_psi_squared")
-    return over_batches(run, names)

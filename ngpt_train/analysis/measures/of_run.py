@@ -68,11 +68,8 @@ ENCODER, DECODER, CROSS = "encoder", "decoder", "cross-attention"
 
 
 def by_layer(named: Mapping[str, Any], name: str) -> dict[str, dict[int, Any]]:
-    """The values of `named` under `layers.{i}.NAME`, by stack and layer, in order.
-
-    A decoder has one stack, with an empty name. An encoder-decoder has three: `encoder.{i}.NAME`, `layers.{i}.NAME` and
-    `layers.{i}.cross.NAME`.
-    """
+    """The values of `named` under `layers.{i}.NAME`, by stack and layer, in order. A decoder has one stack, with an
+    empty name. An encoder-decoder has three: `encoder.{i}.NAME`, `layers.{i}.NAME` and `layers.{i}.cross.NAME`."""
     found: dict[str, dict[int, Any]] = {}
     for path, value in named.items():
         place = _PLACE.fullmatch(path)
