@@ -219,7 +219,8 @@ class OpenShards:
         documents = self.documents(shard)
         if documents.header["bad"] is not None:
             raise DataError(f"{self.name(shard)} was read before and is faulty now: {documents.header['bad']}")
-        return None if documents.place(index) < self.val_fraction else documents.text(index)
+        is_held_out = documents.places[index : index + 1][0] < self.val_fraction
+        return None if is_held_out else documents.text(index)
 
     def documents(self, shard: int) -> Documents:
         """All documents of a shard, held-out documents included."""
@@ -233,13 +234,13 @@ class OpenShards:
 
     def held_out(self, shard: int) -> Iterator[str]:
         documents = self.documents(shard)
-        for index in np.flatnonzero(documents.places < self.val_fraction).tolist():
+        for index in np.flatnonzero(documents.places[:] < self.val_fraction).tolist():
             yield documents.text(index)
 
     def training_bytes(self, shard: int) -> NDArray[np.int64]:
         """Bytes of the training documents among the first 0, 1, 2, ... documents of a shard."""
         documents = self.documents(shard)
-        return np.append(0, np.where(documents.places < self.val_fraction, 0, documents.sizes()).cumsum())
+        return np.append(0, np.where(documents.places[:] < self.val_fraction, 0, documents.sizes()).cumsum())
 
     def soon(self, shards: Sequence[int]) -> None:
         """Fetches and decodes shards in the background. An error there comes again when a stream needs the shard."""
@@ -307,18 +308,10 @@ class Documents:
                 raise ValueError(f"{name} has {found} bytes, not {expected}")
         self._text = StoredNumbers(directory / "text.bin", "u1")
         self._ends = StoredNumbers(directory / "ends.bin", "<u8")
-        self._places = StoredNumbers(directory / "places.bin", "<f8")
+        self.places = StoredNumbers(directory / "places.bin", "<f8")  # of all documents, in [0, 1)
 
     def __len__(self) -> int:
         return len(self._ends)
-
-    @property
-    def places(self) -> NDArray[np.float64]:
-        """The places of all documents, in [0, 1)."""
-        return self._places[:]
-
-    def place(self, index: int) -> float:
-        return float(self._places[index : index + 1][0])
 
     def __iter__(self) -> Iterator[str]:
         return map(self.text, range(len(self)))
