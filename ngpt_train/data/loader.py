@@ -17,7 +17,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.dataset import Pairs
 from ngpt_train.data.masks import Masks
-from ngpt_train.data.pair_rows import MULTIPLE, PairRows, Window, rows_multiple, window_of, window_size
+from ngpt_train.data.pair_rows import MULTIPLE, PairRows, rows_multiple, window_of, window_size
 from ngpt_train.data.permutation import GOLDEN, mix, shuffled
 from ngpt_train.data.rows import Batch, Rows
 
@@ -106,18 +106,16 @@ class PairReader(Reader):
     def __init__(self, pairs: Pairs, config: Config, world_size: int) -> None:
         """Raises ConfigError if ranks cannot share every batch evenly."""
         rows = config.train.rows_per_step
-        self._rows, self._batch_rows, self._seed = PairRows(pairs), rows, config.run.seed
-        self._most_tokens = rows * config.model.context
-        self._size = window_size(len(pairs.lengths), self._most_tokens)
-        self._window = functools.lru_cache(maxsize=2)(self._window_of)
+        most_tokens, seed = rows * config.model.context, config.run.seed
+        self._rows, self._size = PairRows(pairs), window_size(len(pairs.lengths), most_tokens)
+        self._window = functools.lru_cache(maxsize=2)(
+            lambda number: window_of(pairs.lengths, number, rows, most_tokens, seed)
+        )
         if rows_multiple(rows) % world_size:
             raise ConfigError(
                 f"train.batch_rows={rows}: batches of pairs have multiples of {rows_multiple(rows)} rows, which "
                 f"{world_size} ranks cannot share evenly\n  Use 1, 2, 4 or 8 ranks, and a multiple of {MULTIPLE} rows"
             )
-
-    def _window_of(self, number: int) -> Window:
-        return window_of(self._rows.pairs.lengths, number, self._batch_rows, self._most_tokens, self._seed)
 
     def size_of_step(self, rows: int, batch_rows: int) -> int:
         """The rows of the batch after `rows` rows."""
