@@ -74,7 +74,7 @@ class WandbSink(Sink):
         with self._log_path.open("ab") as log:
             # In a session of its own the follower gets neither Ctrl-C nor torchrun's signals, which would end it before
             # it has read all records.
-            self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+            self._process: Any = subprocess.Popen(  # None once it has ended
                 [sys.executable, "-m", "ngpt_train.observe.wandb_follower"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -82,14 +82,11 @@ class WandbSink(Sink):
                 bufsize=0,
                 start_new_session=True,
             )
-        assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
         start_timeout = self._timeout if online else OFFLINE_START_SECONDS
         self._send(json.dumps({**self._job, "online": online, "start_timeout": start_timeout}, default=str))
 
     def _send(self, line: str) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the follower has ended, which _check_follower will report
             self._process.stdin.write(line.encode() + b"\n")
 
@@ -98,7 +95,6 @@ class WandbSink(Sink):
         if self._process is None:
             return
         status = self._process.poll()  # before the read, so that the last messages are not missed
-        assert self._process.stdout is not None
         for line in (self._process.stdout.read() or b"").decode(errors="replace").splitlines():
             kind, _, text = line.partition(" ")
             if kind == "failed":
@@ -129,9 +125,6 @@ class WandbSink(Sink):
             )
 
     def _release(self) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
         self._process = None
