@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ngpt_train.analysis.token_classes import Classes
 from ngpt_train.core.constants import IGNORED
+from ngpt_train.data.tokenizers.tokenizer import Ints
 
 Losses = NDArray[np.float64]
 
@@ -21,8 +22,8 @@ MOST_DIFFERENT = 10  # tokens of a row that are listed
 def report(
     models: Sequence[Mapping[str, Any]],
     losses: Mapping[str, Losses],
-    rows: tuple[NDArray[np.int64], NDArray[np.int64]],
-    numbers: NDArray[np.int64],
+    rows: tuple[Ints, Ints],
+    numbers: Ints,
     classes: Sequence[Classes],
     pieces: Sequence[str],
     n_shown: int,
@@ -54,11 +55,7 @@ def report(
 
 
 def row_of(
-    row: int,
-    number: int,
-    losses: Mapping[str, Losses],
-    rows: tuple[NDArray[np.int64], NDArray[np.int64]],
-    pieces: Sequence[str],
+    row: int, number: int, losses: Mapping[str, Losses], rows: tuple[Ints, Ints], pieces: Sequence[str]
 ) -> dict[str, Any]:
     """One row: its text, the loss of each target, and the targets where the models differ most (of one model, those
     with the largest losses)."""

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.constants import IGNORED
 from ngpt_train.data.dataset import Tokens
 from ngpt_train.data.rows import rows_of
+from ngpt_train.data.tokenizers.tokenizer import Ints
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 # By the first character that is no space; `piece_types` has the rules.
@@ -26,7 +26,7 @@ TYPES = (
 )
 
 
-def piece_types(ids: NDArray[np.int64], before: NDArray[np.int64], pieces: list[str], eos: int) -> NDArray[np.int64]:
+def piece_types(ids: Ints, before: Ints, pieces: list[str], eos: int) -> Ints:
     """The index in TYPES of each of `ids`, given the id before it; both of the same shape.
 
     A piece that begins with a letter, after its spaces, is a word start if it has spaces, or if the piece before does
@@ -63,10 +63,10 @@ class Classes:
     kind: str
     says: str
     names: Sequence[str]
-    labels: NDArray[np.int64]
+    labels: Ints
 
 
-def of_frequency(targets: NDArray[np.int64], counts: NDArray[np.int64], counted: str) -> Classes:
+def of_frequency(targets: Ints, counts: Ints, counted: str) -> Classes:
     """Classes by the target's rank among all ids, the most frequent first: 1 to 10, 11 to 100, ...
 
     counts: `(vocab_size,)`; equal counts are ranked by id. counted: the counted text, in words.
@@ -81,7 +81,7 @@ def of_frequency(targets: NDArray[np.int64], counts: NDArray[np.int64], counted:
     return Classes("frequency", f"rank of the target by frequency in {counted}", [*names, "not in it"], labels)
 
 
-def of_position(targets: NDArray[np.int64]) -> Classes:
+def of_position(targets: Ints) -> Classes:
     """Classes by the target's position in its row from 0: 0, 1, 2 to 3, 4 to 7, ..."""
     context = targets.shape[1]
     octaves = np.array([position.bit_length() for position in range(context)])
@@ -93,13 +93,13 @@ def of_position(targets: NDArray[np.int64]) -> Classes:
     return Classes("position", "position of the target in its row", names, np.broadcast_to(octaves, targets.shape))
 
 
-def of_type(tokens: NDArray[np.int64], targets: NDArray[np.int64], pieces: list[str], eos: int) -> Classes:
+def of_type(tokens: Ints, targets: Ints, pieces: list[str], eos: int) -> Classes:
     """Classes by the text of the target, and of the token before it."""
     counting = np.where(targets == IGNORED, 0, targets)
     return Classes("type", "the target's text", TYPES, piece_types(counting, tokens, pieces, eos))
 
 
-def of_source(validation: Tokens, names: Sequence[str], config: Config, chosen: NDArray[np.int64]) -> Classes:
+def of_source(validation: Tokens, names: Sequence[str], config: Config, chosen: Ints) -> Classes:
     """Classes by the source of the target's document in the mixture. chosen: the rows `(N,)`.
 
     The labels are the rows of a text in which each id is the number of its source.

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError, DataError
@@ -37,7 +36,7 @@ from ngpt_train.data.sources import open_source
 from ngpt_train.data.streamed_text import Cursor, Start, StreamedText, open_streamed
 from ngpt_train.data.token_files import open_tokens
 from ngpt_train.data.tokenizers import load_tokenizer
-from ngpt_train.data.tokenizers.tokenizer import Tokenizer, with_eos
+from ngpt_train.data.tokenizers.tokenizer import Ints, Tokenizer, with_eos
 from ngpt_train.data.workers import OnWait, StreamReader
 
 __all__ = ["Dataset", "TrainLoader", "merged", "open_dataset", "prepare_dataset", "reader_of"]
@@ -130,9 +129,7 @@ def reader_of(
     share, rows = Share(rank, world_size), 0 if state is None else int(state["rows"])
     streams = config.data.streams
 
-    def of_text(
-        text: Tokens | StreamedText | Mixed, numbers: Iterable[int], given: NDArray[np.int64], prefix: str = ""
-    ) -> Reader:
+    def of_text(text: Tokens | StreamedText | Mixed, numbers: Iterable[int], given: Ints, prefix: str = "") -> Reader:
         """The rows `numbers` of one source. prefix: of its cursors in `state`; given: `Start.rows`."""
         if isinstance(text, Pairs):
             return PairReader(text, config, world_size)

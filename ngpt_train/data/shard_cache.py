@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import parse_json, read_whole, remove
 from ngpt_train.data.cache_files import FileHashes, build_directory, canonical_hash
 from ngpt_train.data.dataset import StoredNumbers
 from ngpt_train.data.sources.source import FetchError, Shard, ShardSource, place_of
+from ngpt_train.data.tokenizers.tokenizer import Ints
 
 logger = logging.getLogger(__name__)
 
@@ -237,7 +237,7 @@ class OpenShards:
         for index in np.flatnonzero(documents.places[:] < self.val_fraction).tolist():
             yield documents.text(index)
 
-    def training_bytes(self, shard: int) -> NDArray[np.int64]:
+    def training_bytes(self, shard: int) -> Ints:
         """Bytes of the training documents among the first 0, 1, 2, ... documents of a shard."""
         documents = self.documents(shard)
         return np.append(0, np.where(documents.places[:] < self.val_fraction, 0, documents.sizes()).cumsum())
@@ -316,7 +316,7 @@ class Documents:
     def __iter__(self) -> Iterator[str]:
         return map(self.text, range(len(self)))
 
-    def sizes(self) -> NDArray[np.int64]:
+    def sizes(self) -> Ints:
         """Bytes of each document."""
         ends = np.append(0, self._ends[:]).astype(np.int64)
         return ends[1:] - ends[:-1]

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
@@ -28,7 +27,7 @@ from ngpt_train.data.sources import open_source
 from ngpt_train.data.sources.local_files import shards_of
 from ngpt_train.data.sources.source import Shard, Source, draw_sample
 from ngpt_train.data.tokenizers import load_tokenizer
-from ngpt_train.data.tokenizers.tokenizer import Ids, Tokenizer, with_eos
+from ngpt_train.data.tokenizers.tokenizer import Ids, Ints, Tokenizer, with_eos
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +96,8 @@ class StreamSettings:
 class Start:
     """The start of all streams."""
 
-    cursors: NDArray[np.int64]  # (n_streams, 5)
-    rows: NDArray[np.int64]  # (n_streams,) given before
+    cursors: Ints  # (n_streams, 5)
+    rows: Ints  # (n_streams,) given before
     skipped: dict[str, str]  # problems of left out shards, by name
 
 
@@ -191,7 +190,7 @@ def _validation_tokens(config: Config, text: OpenShards, tokenizer: Tokenizer) -
     form = row_format(config, tokenizer.eos)
     rows, wanted = config.eval.rows, tokens_for_targets(config)
     takes_all = rows is None and wanted is None
-    ids: list[NDArray[np.integer]] = []
+    ids: list[Ids] = []
     n_tokens = n_documents = n_targets = full = 0
     enough = False
     faulty: list[str] = []

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ngpt_train.config.schema import Config, TokenizerConfig
 from ngpt_train.core.errors import DataError
@@ -26,7 +25,7 @@ from ngpt_train.data.chunks import STEMS
 from ngpt_train.data.dataset import AGAIN, Dataset, StoredNumbers, Tokens
 from ngpt_train.data.rows import with_rows
 from ngpt_train.data.tokenizers import known_vocabulary, load_tokenizer, possible_keys, read_tokenizer, tokenizer_key
-from ngpt_train.data.tokenizers.tokenizer import Tokenizer
+from ngpt_train.data.tokenizers.tokenizer import Ints, Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +179,7 @@ def _held_out(n_documents: int, val_fraction: float) -> int:
     return max(1, round(val_fraction * n_documents))
 
 
-def _open_pair(prefix: Path, tokenizer: Tokenizer, hashes: FileHashes) -> tuple[StoredNumbers, NDArray[np.int64], str]:
+def _open_pair(prefix: Path, tokenizer: Tokenizer, hashes: FileHashes) -> tuple[StoredNumbers, Ints, str]:
     """The ids; the start of each document, and the end of the last; the sha256 of the ids."""
     index, path = _file(prefix, ".idx"), _file(prefix, ".bin")
     try:
@@ -211,7 +210,7 @@ def _open_pair(prefix: Path, tokenizer: Tokenizer, hashes: FileHashes) -> tuple[
     return ids, offsets, sha256
 
 
-def _read_index(index: Path, n_bytes: int) -> tuple[np.dtype, NDArray[np.int64]]:
+def _read_index(index: Path, n_bytes: int) -> tuple[np.dtype, Ints]:
     """The type of the ids, and the document bounds as numbers of ids. n_bytes: size of the ids' file."""
     data = np.memmap(index, np.uint8, mode="r") if index.stat().st_size else np.empty(0, np.uint8)
     if len(data) < HEADER.size or not _has_magic(index):

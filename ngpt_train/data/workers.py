@@ -21,14 +21,13 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.launcher import end_with_parent
 from ngpt_train.data.loader import Reader, ReaderState, Share
 from ngpt_train.data.rows import Batch
 from ngpt_train.data.streamed_text import Cursor, Start, Stream, StreamedText, Windows
-from ngpt_train.data.tokenizers.tokenizer import Ids
+from ngpt_train.data.tokenizers.tokenizer import Ids, Ints
 
 SENT_TOKENS = 65_536  # tokens of a worker's block; the first blocks are smaller
 POLL_SECONDS = 1.0
@@ -91,7 +90,7 @@ class StreamReader(Reader):
             for w in range(min(workers, len(owned)))
         ]
 
-    def take(self, numbers: NDArray[np.int64]) -> Batch:
+    def take(self, numbers: Ints) -> Batch:
         ids = np.empty((len(numbers), self._form.context + 1), np.int64)
         for row, number in zip(ids, numbers.tolist(), strict=True):
             stream = number % self._n_streams
@@ -153,7 +152,7 @@ class Worker:
         self._block = zip(ids, cursors, strict=True)
         return next(self._block)
 
-    def _receive(self) -> tuple[Ids, NDArray[np.int64], dict[str, str]]:
+    def _receive(self) -> tuple[Ids, Ints, dict[str, str]]:
         began = time.monotonic()
         while True:
             try:

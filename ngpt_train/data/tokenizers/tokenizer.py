@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ngpt_train.core.errors import DataError
 
 Ids = NDArray[np.integer]
+Ints = NDArray[np.int64]
 
 # Characters of a stretch. A longer document is encoded one stretch at a time: a tokenizer may need a hundred times its
 # text in memory, and SentencePiece needs more time per character in a longer text.
@@ -31,7 +32,7 @@ class Tokenizer(Protocol):
     eos: int  # ends each document
     model: bytes  # content of the model file
     fingerprint: str  # its sha256
-    n_bytes: NDArray[np.int64]  # (vocab_size,) bytes of text of each id; 0 for special ids and the unknown piece
+    n_bytes: Ints  # (vocab_size,) bytes of text of each id; 0 for special ids and the unknown piece
 
     def encode(self, text: str) -> Ids:
         """Ids `(n,)` of a text. Never special ids, even if the text spells one."""
