@@ -82,6 +82,7 @@ class WandbSink(Sink):
                 bufsize=0,
                 start_new_session=True,
             )
+        assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
         start_timeout = self._timeout if online else OFFLINE_START_SECONDS
         self._send(json.dumps({**self._job, "online": online, "start_timeout": start_timeout}, default=str))
