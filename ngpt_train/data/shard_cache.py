@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import logging
@@ -194,8 +195,8 @@ class OpenShards:
         self.skipped = dict(skipped)
         self.n_shards, self.val_fraction = len(shards), val_fraction
         self._cache, self.shards = cache, shards
-        self._n_open = self.WINDOWS_OPEN * open_shards + 1
-        self._open: dict[int, Documents] = {}
+        # documents(shard): all documents of a shard, held-out documents included.
+        self.documents = functools.lru_cache(self.WINDOWS_OPEN * open_shards + 1)(lambda n: cache.open(shards[n]))
         self._sizes: dict[int, int] = {}
         self._announced: set[tuple[int, ...]] = set()
 
@@ -221,16 +222,6 @@ class OpenShards:
             raise DataError(f"{self.name(shard)} was read before and is faulty now: {documents.header['bad']}")
         is_held_out = documents.places[index : index + 1][0] < self.val_fraction
         return None if is_held_out else documents.text(index)
-
-    def documents(self, shard: int) -> Documents:
-        """All documents of a shard, held-out documents included."""
-        documents = self._open.pop(shard, None)
-        if documents is None:
-            documents = self._cache.open(self.shards[shard])
-            while len(self._open) >= self._n_open:
-                del self._open[next(iter(self._open))]  # the least recently used
-        self._open[shard] = documents
-        return documents
 
     def held_out(self, shard: int) -> Iterator[str]:
         documents = self.documents(shard)

@@ -7,6 +7,7 @@ the streams. So a stream needs the shards of one window at a time and no other s
 it. A cursor is the beginning of its next row.
 """
 
+import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -230,17 +231,13 @@ class Windows:
 
     def __init__(self, text: OpenShards, settings: StreamSettings) -> None:
         self.text, self.settings = text, settings
-        self._pieces: dict[tuple[int, int], list[Piece]] = {}
+        self.pieces = functools.lru_cache(self.KEPT)(self._pieces)
 
-    def pieces(self, epoch: int, window: int) -> list[Piece]:
+    def _pieces(self, epoch: int, window: int) -> list[Piece]:
         """All pieces of a window. Begins to fetch the shards of the next window."""
-        if (epoch, window) not in self._pieces:
-            sizes = [(shard, self.text.n_documents(shard)) for shard in self.shards(epoch, window)]
-            if len(self._pieces) == self.KEPT:
-                del self._pieces[min(self._pieces)]
-            self._pieces[epoch, window] = self.settings.pieces(sizes, epoch, window)
-            self.text.soon(self.shards(*self.after(epoch, window)))
-        return self._pieces[epoch, window]
+        sizes = [(shard, self.text.n_documents(shard)) for shard in self.shards(epoch, window)]
+        self.text.soon(self.shards(*self.after(epoch, window)))
+        return self.settings.pieces(sizes, epoch, window)
 
     def after(self, epoch: int, window: int) -> tuple[int, int]:
         """Epoch and window of the next window."""
