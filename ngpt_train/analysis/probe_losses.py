@@ -86,11 +86,8 @@ def row_of(
 
 
 def addable(losses: Losses) -> Losses:
-    """The losses as multiples of a power of two, q; their sum is below 2^52 q.
-
-    So no sum of any of them, in any order, rounds. q is as small as possible: a loss changes no more than a plain sum
-    in fp64 would round.
-    """
+    """The losses as multiples of a power of two, q; their sum is below 2^52 q. So no sum of any of them, in any order,
+    rounds. q is as small as possible: a loss changes no more than a plain sum in fp64 would round."""
     _, exponent = math.frexp(float(losses.sum()) or 1.0)
     q = 2.0 ** (exponent - 52)
     return np.asarray(np.round(losses / q) * q)

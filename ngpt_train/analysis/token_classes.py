@@ -68,9 +68,7 @@ class Classes:
 
 def of_frequency(targets: Ints, counts: Ints, counted: str) -> Classes:
     """Classes by the target's rank among all ids, the most frequent first: 1 to 10, 11 to 100, ...
-
-    counts: `(vocab_size,)`; equal counts are ranked by id. counted: the counted text, in words.
-    """
+    counts: `(vocab_size,)`; equal counts are ranked by id. counted: the counted text, in words."""
     ranks = np.empty(len(counts), np.int64)
     ranks[np.argsort(-counts, kind="stable")] = np.arange(1, len(counts) + 1)
     ends = [10**power for power in range(1, len(str(len(counts))))] + [len(counts)]
@@ -100,10 +98,8 @@ def of_type(tokens: Ints, targets: Ints, pieces: list[str], eos: int) -> Classes
 
 
 def of_source(validation: Tokens, names: Sequence[str], config: Config, chosen: Ints) -> Classes:
-    """Classes by the source of the target's document in the mixture. chosen: the rows `(N,)`.
-
-    The labels are the rows of a text in which each id is the number of its source.
-    """
+    """Classes by the source of the target's document in the mixture. chosen: the rows `(N,)`. The labels are the rows
+    of a text in which each id is the number of its source."""
     lengths = validation.shard_lengths()
     assert len(lengths) == len(names)
     numbers = [np.full(n, number, np.int64) for number, n in enumerate(lengths)]

@@ -93,9 +93,7 @@ def check_whole(config: Config) -> None:
 
 def open_whole(config: Config, tokenizer: Tokenizer | None) -> Dataset:
     """All of the text as the validation split, tokenized in memory, which takes far less time than its evaluation.
-
-    Raises DataError if the text cannot be read or is shorter than a row.
-    """
+    Raises DataError if the text cannot be read or is shorter than a row."""
     data, path, context = config.data, path_of(config), config.model.context
     tokenizer = tokenizer or load_tokenizer(config.tokenizer)
     documents = [with_eos(tokenizer, text) for text in open_source(data).documents() if text or data.keep_empty]

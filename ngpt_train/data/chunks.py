@@ -59,9 +59,7 @@ class Tokenizing:
 
     def chunks(self, shard: Shard, skip: int, scratch: Path) -> Iterator[Chunk]:
         """The unit after its first `skip` documents, in one chunk at least. Raises DataError.
-
-        scratch: a directory that is made for the unit's files, and removed at the end.
-        """
+        scratch: a directory that is made for the unit's files, and removed at the end."""
         scratch.mkdir()
         chunk = Chunk(skip)
         for number, text in enumerate(self.reader.documents(shard, scratch), 1):

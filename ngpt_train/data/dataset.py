@@ -73,9 +73,7 @@ Numbers = Ids | StoredNumbers
 
 class Tokens:
     """A split as one sequence of token ids over its shards, each document with `eos` at its end.
-
-    offsets[shard]: the start of each document and the end of the last. Without offsets `eos` ends a document.
-    """
+    offsets[shard]: the start of each document and the end of the last. Without offsets `eos` ends a document."""
 
     def __init__(
         self, split: str, path: Path, shards: Sequence[Numbers], eos: int, offsets: Sequence[Numbers] | None = None
@@ -98,10 +96,8 @@ class Tokens:
 
     @functools.cached_property
     def documents(self) -> tuple[Ints, Ints]:
-        """Start and length of each document in order, eos included. A large split takes minutes.
-
-        Raises DataError unless each document of a file of offsets ends after its beginning.
-        """
+        """Start and length of each document in order, eos included. A large split takes minutes. Raises DataError
+        unless each document of a file of offsets ends after its beginning."""
         starts, lengths = [], []
         for shard, ids in enumerate(self._shards):
             if self._offsets is not None:

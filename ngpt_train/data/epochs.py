@@ -70,10 +70,8 @@ def epoch_rows(data: Dataset, config: Config) -> dict[str, EpochRows]:
 
 
 def planned_rows(config: Config) -> dict[str, EpochRows | None]:
-    """`epoch_rows` from file sizes alone, without a network and before the text is opened; None if unknown.
-
-    Exact only for prepared tokens with `data.pack=concat`. `model.vocab_size` has to be a number.
-    """
+    """`epoch_rows` from file sizes alone, without a network and before the text is opened; None if unknown. Exact only
+    for prepared tokens with `data.pack=concat`. `model.vocab_size` has to be a number."""
     if config.data.kind != "mixture":
         return {"": _planned(config)}
     found: dict[str, EpochRows | None] = {}

@@ -133,10 +133,8 @@ class MixtureReader(Reader):
 
 
 def open_mixture(config: Config, tokenizer: Tokenizer | None, on_main: OnMain) -> Dataset:
-    """Opens all sources with one tokenizer: the tokenizer of prepared shards, else the config's.
-
-    A tokenizer without a file is trained on all sources.
-    """
+    """Opens all sources with one tokenizer: the tokenizer of prepared shards, else the config's. A tokenizer without a
+    file is trained on all sources."""
     from ngpt_train.data import open_dataset  # it imports this module
 
     sources = mixture_of(config.data)

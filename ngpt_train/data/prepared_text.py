@@ -114,10 +114,8 @@ class Preparation:
         self._key = ""
 
     def write(self, directory: Path) -> None:
-        """Fills `directory`, going on after the shards of an earlier call.
-
-        A failure before the first finished shard leaves nothing. Raises DataError.
-        """
+        """Fills `directory`, going on after the shards of an earlier call. A failure before the first finished shard
+        leaves nothing. Raises DataError."""
         _remove_waiting(directory)
         worth_keeping = (directory / JOURNAL).exists()
         try:

@@ -142,10 +142,8 @@ def check_length(split: str, n_tokens: int, context: int, where: str) -> None:
 
 
 class NextToken:
-    """Row k predicts the ids from k * context on.
-
-    The last row begins earlier, so that it is as long as the others. It ignores the targets of the row before.
-    """
+    """Row k predicts the ids from k * context on. The last row begins earlier, so that it is as long as the others. It
+    ignores the targets of the row before."""
 
     def __init__(self, tokens: Tokens, form: RowFormat) -> None:
         self._tokens, self._form = tokens, form
@@ -245,10 +243,8 @@ class BestFit:
 
 
 class PrefixContinuation:
-    """Row k is the beginning of a document: `source_context` tokens for the encoder, then the continuation.
-
-    Documents without a target are left out, the others are padded or cut to the row.
-    """
+    """Row k is the beginning of a document: `source_context` tokens for the encoder, then the continuation. Documents
+    without a target are left out, the others are padded or cut to the row."""
 
     def __init__(self, tokens: Tokens, form: RowFormat) -> None:
         self._tokens, self._form = tokens, form

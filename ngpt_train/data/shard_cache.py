@@ -51,11 +51,8 @@ class ShardCache:
         self._text_field, self._skip_bad = text_field, skip_bad
 
     def open(self, shard: Shard) -> Documents:
-        """The documents of a shard. Fetches and decodes it unless it is here.
-
-        Raises FetchError if it cannot be reached, DataError if it is faulty and bad shards are not skipped, or if the
-        disk is full.
-        """
+        """The documents of a shard. Fetches and decodes it unless it is here. Raises FetchError if it cannot be
+        reached, DataError if it is faulty and bad shards are not skipped, or if the disk is full."""
         target = self._place(shard)
         for _ in range(MOST_ATTEMPTS):
             if not (target / HEADER).exists():
@@ -120,10 +117,8 @@ class ShardCache:
             build_directory(target, build)
 
     def _versions(self, shard: Shard) -> list[tuple[int, int, int]]:
-        """Size and times of a shard's files. A change during the decoding changes them.
-
-        Raises FetchError if a file has changed since the run listed it: its text would get the identity of the old one.
-        """
+        """Size and times of a shard's files. A change during the decoding changes them. Raises FetchError if a file has
+        changed since the run listed it: its text would get the identity of the old one."""
         if not shard.checksums:
             return []
         hashes, found = FileHashes(self._directory.parent), []
@@ -141,9 +136,7 @@ class ShardCache:
 
     def _make_room(self, keep: Path, everything: bool = False) -> None:
         """Deletes the least recently opened shards until the rest is below the limit. Recent shards stay.
-
-        everything: True deletes all shards but `keep`.
-        """
+        everything: True deletes all shards but `keep`."""
         found = []
         for header in self._directory.glob(f"*/{HEADER}"):
             if header.parent.name.startswith("."):  # a process is making it
@@ -251,9 +244,7 @@ def write_documents(
     directory: Path, texts: Iterable[str], problem: str | None = None, files: Sequence[str] = ()
 ) -> None:
     """Writes the documents in their order, without empty ones. One document is in memory at a time.
-
-    problem: of a skipped shard, which has no documents. files: `Shard.checksums`.
-    """
+    problem: of a skipped shard, which has no documents. files: `Shard.checksums`."""
     ends, places, n_empty, size = [], [], 0, 0
     digest = hashlib.sha256()
     with (directory / "text.bin").open("wb") as file:

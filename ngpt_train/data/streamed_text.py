@@ -82,10 +82,8 @@ class StreamSettings:
         return [pieces[i] for i in keyed_order(len(pieces), self.seed, epoch, window)]
 
     def first_place(self, stream: int, epoch: int, window: int) -> int:
-        """The place of a stream's first piece in a window. The stream has every `n_streams`-th piece from there.
-
-        Each window draws anew which stream has the very first piece, so that no stream is short of pieces in all.
-        """
+        """The place of a stream's first piece in a window. The stream has every `n_streams`-th piece from there. Each
+        window draws anew which stream has the very first piece, so that no stream is short of pieces in all."""
         return (stream - keyed_hash(self.seed, epoch, window)) % self.n_streams
 
     def document_order(self, piece: Piece, epoch: int) -> list[int]:
@@ -116,10 +114,8 @@ class StreamedText:
         return OpenShards(self.cache, self.shards, self.val_fraction, self.settings.open_shards, skipped or {})
 
     def about_bytes(self) -> float:
-        """An estimate of the bytes of all text, held-out text included. Fetches nothing.
-
-        Decoded shards have a known size. The sizes of the others are scaled by the ratio of the decoded ones.
-        """
+        """An estimate of the bytes of all text, held-out text included. Fetches nothing. Decoded shards have a known
+        size. The sizes of the others are scaled by the ratio of the decoded ones."""
         found = {shard: self.cache.bytes_if_here(shard) for shard in self.shards}
         decoded = {shard: n_bytes for shard, n_bytes in found.items() if n_bytes}  # without skipped shards
         size = sum(shard.size for shard in decoded)
@@ -315,10 +311,8 @@ class Stream:
             (epoch, window), skip = self.windows.after(epoch, window), 0
 
     def documents(self, cursor: Cursor) -> Iterator[tuple[Cursor, Ids]]:
-        """(beginning, ids with eos at their end) of each training document from the cursor's document on.
-
-        Documents too short for a row are left out. Raises DataError if there are none for this stream.
-        """
+        """(beginning, ids with eos at their end) of each training document from the cursor's document on. Documents too
+        short for a row are left out. Raises DataError if there are none for this stream."""
         shortest = self.settings.form.shortest
         kind = f" of {shortest} tokens (model.source_context + 2)" if shortest else ""
         last = cursor.epoch  # the last epoch with a document for this stream

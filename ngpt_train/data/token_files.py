@@ -134,10 +134,8 @@ def find_megatron(path: Path) -> dict[str, Path] | None:
 def open_megatron(
     files: dict[str, Path], tokenizer: Tokenizer, hashes: FileHashes, val_fraction: float
 ) -> dict[str, tuple[Tokens, str]]:
-    """Each split, and a hash of its ids. The last documents of a single pair validate.
-
-    Raises DataError if files are damaged or of another tokenizer, or if a document does not end with eos.
-    """
+    """Each split, and a hash of its ids. The last documents of a single pair validate. Raises DataError if files are
+    damaged or of another tokenizer, or if a document does not end with eos."""
     pairs = {prefix: _open_pair(prefix, tokenizer, hashes) for prefix in dict.fromkeys(files.values())}
     splits = {}
     for split, prefix in files.items():
@@ -159,10 +157,8 @@ def open_megatron(
 
 
 def count_tokens(config: Config) -> int:
-    """Tokens of the training split of `data.path`, from a manifest, file sizes or Megatron's index alone.
-
-    Raises DataError if there are no such files.
-    """
+    """Tokens of the training split of `data.path`, from a manifest, file sizes or Megatron's index alone. Raises
+    DataError if there are no such files."""
     path, val_fraction = Path(config.data.path or "").expanduser(), config.data.val_fraction
     if (path / MANIFEST).exists():
         return int(read_manifest(path)["splits"]["train"]["tokens"])

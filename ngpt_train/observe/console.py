@@ -16,9 +16,7 @@ SHOWN = ("train", "eval", "tasks", "sample")
 
 class Clock:
     """Estimates the seconds to the end of this start, from recent step times.
-
-    stop_at: the last step of this start; None: total_steps.
-    """
+    stop_at: the last step of this start; None: total_steps."""
 
     def __init__(self, total_steps: int, stop_at: int | None = None) -> None:
         self.total_steps = total_steps
@@ -55,9 +53,7 @@ def format_seconds(seconds: float) -> str:
 
 def describe_train(record: dict[str, Any], eta: float) -> str:
     """`loss 4.1234  mean 4.1301  lr 1.9e-02  grad 0.81  12.3k tok/s  mfu 31.2%  eta 3m12s`, mfu only if it is known.
-
-    mean: loss_mean, the mean loss since the last record.
-    """
+    mean: loss_mean, the mean loss since the last record."""
     parts = [
         f"loss {record['loss']:.4f}",
         f"mean {record['loss_mean']:.4f}",

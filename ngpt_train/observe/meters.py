@@ -35,10 +35,8 @@ DENSE_PEAKS = [
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Peak FLOP/s of the device's matrix products in `dtype`; None if it is not known.
-
-    Only bf16 and fp16, which agree, are listed: the peak of fp32 products depends on whether TF32 is on.
-    """
+    """Peak FLOP/s of the device's matrix products in `dtype`; None if it is not known. Only bf16 and fp16, which agree,
+    are listed: the peak of fp32 products depends on whether TF32 is on."""
     if dtype not in (torch.bfloat16, torch.float16):
         return None
     return next((peak for name, peak in DENSE_PEAKS if re.fullmatch(name, device_name)), None)
@@ -91,10 +89,8 @@ class Meter:
 
 
 class Profiler(Hook):
-    """Writes the trace of steps 4 to 6 of this start to `directory/rank_<r>.json`.
-
-    Perfetto and chrome://tracing open the trace. It leaves out the first steps, which compile and warm up.
-    """
+    """Writes the trace of steps 4 to 6 of this start to `directory/rank_<r>.json`. Perfetto and chrome://tracing open
+    the trace. It leaves out the first steps, which compile and warm up."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

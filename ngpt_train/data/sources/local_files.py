@@ -60,9 +60,7 @@ def _files_of(data: DataConfig, path: str, key: str) -> list[Path]:
 
 def list_files(path: str, key: str = "data.path") -> list[Path]:
     """The text files of a file name, directory (searched recursively) or glob, sorted by path. key: for messages.
-
-    Raises DataError if there is none.
-    """
+    Raises DataError if there is none."""
     given = Path(path).expanduser()
     allowed = ", ".join(EXTENSIONS)
     if given.is_file():

@@ -181,9 +181,7 @@ class WordsTokenizer:
 
 def count_words(corpus: Iterable[str], vocab_size: int) -> bytes:
     """The model file of `WordsTokenizer` for a text: <eos>, <unk>, and the most frequent words, `vocab_size` at most.
-
-    Words are in the order of their frequency, equally frequent words in alphabetical order.
-    """
+    Words are in the order of their frequency, equally frequent words in alphabetical order."""
     counts: Counter[str] = Counter()
     for text in corpus:
         counts.update(text.split())
