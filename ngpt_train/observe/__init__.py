@@ -43,15 +43,14 @@ def build_sinks(
         sinks.append(TensorboardSink(run_dir / "tensorboard", resume_step))
     mode = config.logging.wandb.used_mode
     if mode != "disabled":
-        shown = {**to_dict(config), "run_info": run_info}
-        summary: dict[str, Any] = {}
+        shown: dict[str, Any] = {"config": {**to_dict(config), "run_info": run_info}, "summary": {}}
         if rollbacks:
-            shown["rollbacks"] = list(rollbacks)
-            summary["rollbacks"] = len(rollbacks)
+            shown["config"]["rollbacks"] = list(rollbacks)
+            shown["summary"]["rollbacks"] = len(rollbacks)
         if damaged := run_info.get("damaged"):
             problems = "; ".join(f"{name}: {problem}" for name, problem in damaged.items())
-            summary["fallback"] = f"the run goes on from step {run_info['step']}; {problems}"
-        sinks.append(WandbSink(config.logging.wandb, mode == "online", run_dir, metrics.path, shown, say, summary))
+            shown["summary"]["fallback"] = f"the run goes on from step {run_info['step']}; {problems}"
+        sinks.append(WandbSink(config.logging.wandb, mode == "online", run_dir, shown, say))
     elif config.logging.wandb.mode == AUTO:
         say("wandb: off (logging.wandb.mode=online, logging.wandb.project=NAME or WANDB_MODE=online turn it on)")
     return [*sinks, *people]

@@ -16,7 +16,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,33 +29,26 @@ OFFLINE_START_SECONDS = 30.0  # without the network, only a broken installation 
 
 
 class WandbSink(Sink):
-    """Starts a follower, which logs new lines of the file `metrics` to wandb.
+    """Starts a follower, which logs new lines of run_dir/metrics.jsonl to wandb.
 
-    config, summary: for wandb to show; secrets in them, and in the settings, are redacted. online: True if wandb talks
+    shown: the run's config and summary; secrets in them, and in the settings, are redacted. online: True if wandb talks
     to its server. say: takes one line for people. All files are below run_dir; wandb's prints, and its traceback if it
     fails, are in logs/wandb.log.
     """
 
     def __init__(
-        self,
-        settings: WandbConfig,
-        online: bool,
-        run_dir: Path,
-        metrics: Path,
-        config: dict[str, Any],
-        say: Callable[[str], None],
-        summary: Mapping[str, Any] | None = None,
+        self, settings: WandbConfig, online: bool, run_dir: Path, shown: dict[str, Any], say: Callable[[str], None]
     ) -> None:
         self._say = say
         self._timeout = settings.timeout
         self._log_path = run_dir / "logs" / "wandb.log"
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         self._sync_command = f"wandb sync {run_dir}/wandb/*run-*"
-        shown = {name: getattr(settings, name) for name in ("group", "tags", "notes", "entity")}
-        shown |= {"name": settings.name or run_dir.name, "project": settings.project or PROJECT}
-        shown |= {"config": config, "summary": dict(summary or {})}
+        named = {name: getattr(settings, name) for name in ("group", "tags", "notes", "entity")}
+        named |= {"name": settings.name or run_dir.name, "project": settings.project or PROJECT}
+        metrics = run_dir / "metrics.jsonl"
         self._job = {
-            **redacted(shown),
+            **redacted(named | shown),
             "id": _run_id(run_dir),
             "run_dir": str(run_dir),
             "trainer_pid": os.getpid(),

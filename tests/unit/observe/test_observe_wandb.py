@@ -87,8 +87,8 @@ class Trial:
         self.said: list[str] = []
         self.jsonl = JsonlSink(run_dir / "metrics.jsonl", resume_step)
         settings = WandbConfig(mode=mode, timeout=timeout)
-        files, config = (run_dir, self.jsonl.path), {"optim": {"lr": 0.1}}
-        self.wandb = self.timed(lambda: WandbSink(settings, mode == "online", *files, config, self.said.append))
+        shown = {"config": {"optim": {"lr": 0.1}}, "summary": {}}
+        self.wandb = self.timed(lambda: WandbSink(settings, mode == "online", run_dir, shown, self.said.append))
         self.first_step = (resume_step or 0) + 1
 
     def timed(self, call):
