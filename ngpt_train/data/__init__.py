@@ -141,7 +141,7 @@ def reader_of(
         text.fetch(start, share)
         if rank == 0 and state is None:
             warn_of_repeats(text.open(), text.settings)
-        return StreamReader(text, numbers, start, share, config.data.workers, config.data.prefetch, on_wait)
+        return StreamReader(text, numbers, start, share, config.data, on_wait)
 
     reader: Reader
     if isinstance(data.train, Mixed):
