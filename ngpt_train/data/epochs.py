@@ -31,7 +31,7 @@ BYTES_PER_TOKEN, VOCABULARY, BYTES_PER_DOUBLING = 3.4, 4096, 0.27
 # From the published sizes: 5.2 for WikiText-103, 5.4 for Penn Treebank, white space and line ends included.
 BYTES_PER_WORD = 5.3
 # A stream with less text than the others enters its second epoch first, so some text is read twice before other text is
-# read once. In a text of more than MOST_BYTES the streams have nearly the same size, and the check is left out.
+# read once. In several shards of more than MOST_BYTES the streams have nearly the same size, and the check is left out.
 MOST_BYTES = 64_000_000
 TOLERATED = 0.05  # share of an epoch's rows
 
@@ -142,13 +142,13 @@ def many_epochs(sizes: Mapping[str, EpochRows | None], config: Config) -> Iterat
         )
 
 
-# --- text that repeats within an epoch
-
-
 def warn_of_repeats(text: OpenShards, settings: StreamSettings) -> None:
-    """Warns if more than TOLERATED of the first epoch's rows repeat text."""
-    if not is_small(text):
-        return
+    """Warns if more than TOLERATED of the first epoch's rows repeat text. Opens the shards."""
+    n_bytes = 0
+    for shard in range(text.n_shards):
+        n_bytes += text.documents(shard).header["bytes"]
+        if n_bytes > MOST_BYTES and shard + 1 < text.n_shards:
+            return
     share = repeated_share(text, settings)
     if share <= TOLERATED:
         return
@@ -164,16 +164,6 @@ def warn_of_repeats(text: OpenShards, settings: StreamSettings) -> None:
         fewer,
         100 * share_of_fewer,
     )
-
-
-def is_small(text: OpenShards) -> bool:
-    """True if the text has at most MOST_BYTES or one shard. Opens the shards."""
-    n_bytes = 0
-    for shard in range(text.n_shards):
-        n_bytes += text.documents(shard).header["bytes"]
-        if n_bytes > MOST_BYTES and shard + 1 < text.n_shards:
-            return False
-    return True
 
 
 def repeated_share(text: OpenShards, settings: StreamSettings) -> float:
