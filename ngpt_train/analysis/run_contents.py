@@ -68,11 +68,7 @@ def live_run(key: str, value: str) -> tuple[Path, OfRun]:
 
 
 def gathered(
-    name: str,
-    restored: Restored,
-    needs: Collection[str],
-    rows: Callable[[], Sequence[Tensor]],
-    batch_rows: int,
+    name: str, restored: Restored, needs: Collection[str], rows: Callable[[], Sequence[Tensor]], batch_rows: int
 ) -> OfRun:
     """The data of a run for its figures. needs: of the figures: weights, rows, telemetry.
 

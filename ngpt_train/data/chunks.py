@@ -99,12 +99,7 @@ def n_processes(setting: int | str, n_units: int) -> int:
 
 
 def chunks_in_order(
-    units: Sequence[Shard],
-    start: tuple[int, int],
-    tokenizing: Tokenizing,
-    processes: int,
-    scratch: Path,
-    heard: Heard,
+    units: Sequence[Shard], start: tuple[int, int], tokenizing: Tokenizing, processes: int, scratch: Path, heard: Heard
 ) -> Generator[tuple[int, Chunk], None, None]:
     """(unit, chunk) from `start` on, which is a unit and the number of its finished documents.
 

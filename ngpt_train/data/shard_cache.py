@@ -21,7 +21,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -177,12 +177,7 @@ class OpenShards:
     WINDOWS_OPEN = 2
 
     def __init__(
-        self,
-        cache: ShardCache,
-        shards: Sequence[Shard],
-        val_fraction: float,
-        open_shards: int,
-        skipped: Mapping[str, str],
+        self, cache: ShardCache, shards: Sequence[Shard], val_fraction: float, open_shards: int, skipped: dict[str, str]
     ) -> None:
         """skipped: the problems of shards that an earlier start left out, by name. They stay left out."""
         self.skipped = dict(skipped)
@@ -195,7 +190,7 @@ class OpenShards:
 
     def n_documents(self, shard: int) -> int:
         """Documents of a shard, held-out documents included. 0 for a skipped shard."""
-        name = self.name(shard)
+        name = self.shards[shard].name
         if name in self.skipped:
             return 0
         if shard not in self._sizes:
@@ -205,14 +200,12 @@ class OpenShards:
             self._sizes[shard] = len(documents)
         return self._sizes[shard]
 
-    def name(self, shard: int) -> str:
-        return self.shards[shard].name
-
     def document(self, shard: int, index: int) -> str | None:
         """A training document; None if the document is held out."""
         documents = self.documents(shard)
         if documents.header["bad"] is not None:
-            raise DataError(f"{self.name(shard)} was read before and is faulty now: {documents.header['bad']}")
+            name = self.shards[shard].name
+            raise DataError(f"{name} was read before and is faulty now: {documents.header['bad']}")
         is_held_out = documents.places[index : index + 1][0] < self.val_fraction
         return None if is_held_out else documents.text(index)
 

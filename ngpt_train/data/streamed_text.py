@@ -9,7 +9,7 @@ it. A cursor is the beginning of its next row.
 
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -110,7 +110,7 @@ class StreamedText:
     settings: StreamSettings
     tokenizer: Tokenizer
 
-    def open(self, skipped: Mapping[str, str] | None = None) -> OpenShards:
+    def open(self, skipped: dict[str, str] | None = None) -> OpenShards:
         return OpenShards(self.cache, self.shards, self.val_fraction, self.settings.open_shards, skipped or {})
 
     def about_bytes(self) -> float:
@@ -332,8 +332,8 @@ class Stream:
             return with_eos(self.tokenizer, text)
         except Exception as error:  # any error of the tokenizer's library
             raise DataError(
-                f"{self.text.name(shard)}, document {index} of those with text: the tokenizer {self.tokenizer.name} "
-                f"fails on it ({type(error).__name__}: {error}). Correct or remove the document"
+                f"{self.text.shards[shard].name}, document {index} of those with text: the tokenizer "
+                f"{self.tokenizer.name} fails on it ({type(error).__name__}: {error}). Correct or remove the document"
             ) from error
 
     def _check_epochs(self, last: int, epoch: int, kind: str = "") -> None:

@@ -1,6 +1,6 @@
 """Observing a run: its speed and its records, and the sinks for them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,18 +8,14 @@ from typing import Any
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import to_dict
-from ngpt_train.core.recorded import Sink
+from ngpt_train.core.recorded import Record, Sink
 from ngpt_train.observe.console import Clock, LogFile, console_sink
 from ngpt_train.observe.sinks import JsonlSink, TensorboardSink
 from ngpt_train.observe.wandb_sink import WandbSink
 
 
 def build_sinks(
-    config: Config,
-    run_dir: Path,
-    run_info: dict[str, Any],
-    resume_step: int | None,
-    rollbacks: Sequence[Mapping[str, Any]] = (),
+    config: Config, run_dir: Path, run_info: Record, resume_step: int | None, rollbacks: Sequence[Record] = ()
 ) -> list[Sink]:
     """The sinks of a run, for rank 0. They are called and closed in this order.
 
