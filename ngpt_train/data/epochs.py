@@ -9,13 +9,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ngpt_train.config.schema import Config
-from ngpt_train.config.sections.data import mixture_of
+from ngpt_train.config.sections.data import SourceConfig, mixture_of
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.dataset import Dataset, Tokens
 from ngpt_train.data.mixed import Mixed
 from ngpt_train.data.rows import row_format, rows_of
 from ngpt_train.data.shard_cache import OpenShards
-from ngpt_train.data.sources.local_files import list_library, text_files
+from ngpt_train.data.sources import open_source
 from ngpt_train.data.sources.source import text_size
 from ngpt_train.data.streamed_text import StreamSettings
 from ngpt_train.data.token_files import count_tokens
@@ -72,43 +72,28 @@ def epoch_rows(data: Dataset, config: Config) -> dict[str, EpochRows]:
 def planned_rows(config: Config) -> dict[str, EpochRows | None]:
     """`epoch_rows` from file sizes alone, without a network and before the text is opened; None if unknown. Exact only
     for prepared tokens with `data.pack=concat`. `model.vocab_size` has to be a number."""
-    if config.data.kind != "mixture":
-        return {"": _planned(config)}
-    found: dict[str, EpochRows | None] = {}
-    for source in mixture_of(config.data):
-        size = _planned(replace(config, data=source.data))
-        found[source.name] = None if size is None else size._replace(share=source.share)
-    return found
+    is_mixture = config.data.kind == "mixture"
+    sources = mixture_of(config.data) if is_mixture else [SourceConfig("", 1.0, config.data)]
+    return {source.name: _planned(replace(config, data=source.data), source.share) for source in sources}
 
 
-def _planned(config: Config) -> EpochRows | None:
+def _planned(config: Config, share: float) -> EpochRows | None:
     data = config.data
     if data.objective not in ("next_token", "masked"):
         return None  # a row is a document of sufficient length, an example or a pair, and their number is unknown
+    if data.on_hub and data.text_gb is None:
+        return None  # only the hub knows
     try:
         if data.kind == "tokens":
             tokens = count_tokens(config)
-        elif (text := _planned_bytes(config)) is not None:
-            tokens = round(text * (1 - data.held_out_share) / bytes_per_token(config))
         else:
-            return None
+            files = open_source(data).files if data.text_gb is None else []
+            n_bytes = sum(text_size(file, file.stat().st_size) for file in files) + 1e9 * (data.text_gb or 0)
+            tokens = round(n_bytes * (1 - data.held_out_share) / bytes_per_token(config))
     except (DataError, OSError, KeyError, TypeError):
         return None  # `train` names the fault of the files
     exact = data.kind == "tokens" and data.pack == "concat"
-    return EpochRows(max(1, math.ceil(tokens / config.model.context)), 1.0, exact)
-
-
-def _planned_bytes(config: Config) -> float | None:
-    data = config.data
-    if data.text_gb is not None:
-        return data.text_gb * 1e9
-    if data.kind == "embedded":
-        files = list_library()
-    elif data.kind == "local" and data.path is not None:
-        files, _ = text_files(data)
-    else:
-        return None  # only the hub knows
-    return sum(text_size(file, file.stat().st_size) for file in files)
+    return EpochRows(max(1, math.ceil(tokens / config.model.context)), share, exact)
 
 
 def bytes_per_token(config: Config) -> float:
