@@ -12,17 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ngpt_train.analysis.measures.of_run import (
-    BatchGap,
-    Curve,
-    NoMeaning,
-    OfRun,
-    as_values,
-    by_layer,
-    named_curve,
-    some,
-    zipped,
-)
+from ngpt_train.analysis.measures.of_run import Curve, NoMeaning, OfRun, as_values, by_layer, named_curve, some, zipped
 from ngpt_train.core.constants import IGNORED
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.weights import canonical
@@ -48,8 +38,9 @@ def gradient_term(dL_dY: Tensor, X_hat: Tensor | None, gamma: Tensor, root: Tens
     return float(torch.linalg.vector_norm(term)) / len(term)
 
 
-def batch_gaps(model: Decoder, batches: Sequence[Sequence[Tensor]], step: int) -> list[BatchGap]:
-    """The norms over the batch, in the order of the forward pass, at each batch.
+def batch_gaps(model: Decoder, batches: Sequence[Sequence[Tensor]], step: int) -> list[dict[str, dict[str, float]]]:
+    """For each batch, the distances and gradient terms by name at each norm over the batch, by its canonical name, in
+    the order of the forward pass.
 
     Each batch goes through the model as in a training step after `step` steps, but without dropout; weights and running
     statistics stay. Distances are between mu_B and mu, sigma_B and sigma, sigma_B^2 and sigma^2, psi_B and psi, psi_B^2
@@ -57,16 +48,16 @@ def batch_gaps(model: Decoder, batches: Sequence[Sequence[Tensor]], step: int) -
     itself has no such term: its backward pass takes nu in its place.
     """
     norms = {canonical(place): module for place, module in model.named_modules() if hasattr(module, "on_batch")}
-    found: list[BatchGap] = []
+    found = []
     model.eval()
     for norm in norms.values():
         norm.train()  # the norms alone: dropout stays off
-    for number, batch in enumerate(batches):
+    for batch in batches:
         n_targets = max(1, int((batch[1] != IGNORED).sum()))
         with _unchanged(model), _watched(norms) as seen:
             model.begin_step_(step, torch.tensor(1 / n_targets, device=batch[0].device))
             (model.loss(*batch)[0] / n_targets).backward()
-        found += [BatchGap(number, name, values) for name, values in seen.items()]
+        found.append(seen)
         model.zero_grad()
     model.eval()
     return found
@@ -84,7 +75,7 @@ def _unchanged(model: Decoder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _watched(norms: Mapping[str, Any]) -> Iterator[dict[str, dict[str, float]]]:
-    """The values of BatchGap by norm, in the order of the calls; gradient terms come with the backward pass."""
+    """The values of a batch by norm, in the order of the calls; gradient terms come with the backward pass."""
     seen: dict[str, dict[str, float]] = {}
     handles = []
 
@@ -144,16 +135,13 @@ def over_batches(run: OfRun, names: Sequence[str]) -> list[Curve]:
     if run.batches is None:
         raise NoMeaning(run.no_rows)
     gaps = run.batches
-    first = gaps[0].norm
+    first, *_ = gaps[0]
     curves = []
     for name in names:
-        if name not in gaps[0].values:
+        if name not in gaps[0][first]:
             continue
-        here = [(gap.batch, gap.values[name]) for gap in gaps if gap.norm == first]
-        curves.append(Curve(name, "", *zipped(here), kind="points"))
-        by_norm: dict[str, list[float]] = {}
-        for gap in gaps:
-            by_norm.setdefault(gap.norm, []).append(gap.values[name])
+        curves.append(Curve(name, "", *zipped([(n, gap[first][name]) for n, gap in enumerate(gaps)]), kind="points"))
+        by_norm = {norm: [gap[norm][name] for gap in gaps] for norm in gaps[0]}
         for kind in KINDS:
             for stack, layers in by_layer(by_norm, kind).items():
                 x, all_values = as_values(list(layers)), np.array(list(layers.values()))  # (layers, batches)

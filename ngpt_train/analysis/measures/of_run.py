@@ -30,15 +30,6 @@ class Curve:
     edges: Values | None = None  # of a histogram: the ends of its bins, `(n + 1,)`
 
 
-@dataclass(frozen=True)
-class BatchGap:
-    """Distances of one batch's statistics from the running ones at one norm, and its terms of the gradient."""
-
-    batch: int
-    norm: str  # canonical name
-    values: Mapping[str, float]  # by name, see batch_statistics.py
-
-
 @dataclass(frozen=True, eq=False)  # by identity, so that figures of a run can share a cached measure
 class OfRun:
     """The data of one run for its figures.
@@ -56,7 +47,7 @@ class OfRun:
     in_use: Mapping[str, Tensor] = field(default_factory=dict)
     gradient_l1: Mapping[str, float] | None = None
     loss: float | None = None
-    batches: Sequence[BatchGap] | None = None
+    batches: Sequence[Mapping[str, Mapping[str, float]]] | None = None  # see `batch_statistics.batch_gaps`
     no_rows: str = ""
     telemetry: Sequence[Mapping[str, Any]] = ()
     train: Sequence[Mapping[str, Any]] = ()

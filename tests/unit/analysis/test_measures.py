@@ -281,8 +281,9 @@ def test_statistics_of_batches(norm: str) -> None:
     X = (
         torch.nn.functional.embedding(tokens, model.embedding).flatten(0, 1).detach().double()
     )  # what the first norm reads
-    gap = next(each for each in found if each.batch == 1)
-    assert gap.norm == "layers.0.norm_attn"
+    norm_0, *_ = found[1]
+    assert norm_0 == "layers.0.norm_attn"
+    gap = found[1][norm_0]
     running = {
         name.rpartition(".")[2]: value.double() for name, value in before.items() if "layers.0.norm_attn" in name
     }
@@ -293,22 +294,22 @@ def test_statistics_of_batches(norm: str) -> None:
 
     if norm == "batch":
         variance = X.var(0, unbiased=False)
-        assert gap.values["mu"] == pytest.approx(dist(X.mean(0), running["mu"]), rel=1e-5)
-        assert gap.values["sigma_squared"] == pytest.approx(dist(variance, running["variance"]), rel=1e-5)
+        assert gap["mu"] == pytest.approx(dist(X.mean(0), running["mu"]), rel=1e-5)
+        assert gap["sigma_squared"] == pytest.approx(dist(variance, running["variance"]), rel=1e-5)
         expected = dist((variance + eps).sqrt(), (running["variance"] + eps).sqrt())
-        assert gap.values["sigma"] == pytest.approx(expected, rel=1e-5)
+        assert gap["sigma"] == pytest.approx(expected, rel=1e-5)
     else:
         square = X.square().mean(0)
-        assert gap.values["psi_squared"] == pytest.approx(dist(square, running["psi_squared"]), rel=1e-5)
+        assert gap["psi_squared"] == pytest.approx(dist(square, running["psi_squared"]), rel=1e-5)
         expected = dist((square + eps).sqrt(), (running["psi_squared"] + eps).sqrt())
-        assert gap.values["psi"] == pytest.approx(expected, rel=1e-5)
-    assert {"batch": "g_sigma_squared", "pn_v": "g_psi_squared"}.get(norm, "psi") in gap.values
-    assert ("g_psi_squared" in gap.values) == (norm == "pn_v")
+        assert gap["psi"] == pytest.approx(expected, rel=1e-5)
+    assert {"batch": "g_sigma_squared", "pn_v": "g_psi_squared"}.get(norm, "psi") in gap
+    assert ("g_psi_squared" in gap) == (norm == "pn_v")
 
     run = OfRun("a", model.config, over_batch=True, batches=found)
     name = "mu" if norm == "batch" else "psi"
     curves = batch_statistics.over_batches(run, [name])
-    all_batches = [each.values[name] for each in found if each.norm == "layers.1.norm_mlp"]
+    all_batches = [each["layers.1.norm_mlp"][name] for each in found]
     assert curve(curves, f"{name}_mean", "norm_mlp").y[1] == pytest.approx(np.mean(all_batches))
     assert curve(curves, f"{name}_variance", "norm_mlp").y[1] == pytest.approx(np.var(all_batches, ddof=1))
 
