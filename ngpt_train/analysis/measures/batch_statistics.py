@@ -6,6 +6,7 @@ sigma_B, psi_B for the batch. sigma = sqrt(variance + eps) and psi = sqrt(mean s
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -77,35 +78,30 @@ def _unchanged(model: Decoder) -> Iterator[None]:
 def _watched(norms: Mapping[str, Any]) -> Iterator[dict[str, dict[str, float]]]:
     """The values of a batch by norm, in the order of the calls; gradient terms come with the backward pass."""
     seen: dict[str, dict[str, float]] = {}
-    handles = []
 
-    def watch(name: str, norm: Any) -> None:
-        def forward(_: Any, arguments: Any, output: Any) -> None:
-            (x, valid, *_), (Y, batch) = arguments, output
-            if batch is None:
-                return
-            kept = slice(None) if valid is None else valid.to(torch.bool)
-            X = norm.group_scaled(x.detach().to(norm.gain.dtype))[kept].reshape(-1, x.shape[-1])
-            seen[name] = compared(norm, batch.values)
-            if "psi_squared" in norm.statistics() and "nu" in norm.statistics():
-                return  # PowerNorm
-            mu_B = batch.values[0] if len(batch.values) > 1 else None
-            root = norm.root(batch.values[-1])
+    def forward(name: str, norm: Any, arguments: Any, output: Any) -> None:
+        (x, valid, *_), (Y, batch) = arguments, output
+        if batch is None:
+            return
+        kept = slice(None) if valid is None else valid.to(torch.bool)
+        X = norm.group_scaled(x.detach().to(norm.gain.dtype))[kept].reshape(-1, x.shape[-1])
+        seen[name] = compared(norm, batch.values)
+        if "psi_squared" in norm.statistics() and "nu" in norm.statistics():
+            return  # PowerNorm
+        mu_B = batch.values[0] if len(batch.values) > 1 else None
+        root = norm.root(batch.values[-1])
 
-            def backward(dL_dY: Tensor) -> None:
-                g = dL_dY[kept].reshape(-1, x.shape[-1])
-                if mu_B is not None:
-                    seen[name]["g_mu"] = gradient_term(g, None, norm.gain, root)
-                symbol = "psi" if mu_B is None else "sigma"
-                X_hat = (X if mu_B is None else X - mu_B) / root
-                seen[name][f"g_{symbol}_squared"] = gradient_term(g, X_hat, norm.gain, root)
+        def backward(dL_dY: Tensor) -> None:
+            g = dL_dY[kept].reshape(-1, x.shape[-1])
+            if mu_B is not None:
+                seen[name]["g_mu"] = gradient_term(g, None, norm.gain, root)
+            symbol = "psi" if mu_B is None else "sigma"
+            X_hat = (X if mu_B is None else X - mu_B) / root
+            seen[name][f"g_{symbol}_squared"] = gradient_term(g, X_hat, norm.gain, root)
 
-            Y.register_hook(backward)
+        Y.register_hook(backward)
 
-        handles.append(norm.register_forward_hook(forward))
-
-    for name, norm in norms.items():
-        watch(name, norm)
+    handles = [norm.register_forward_hook(partial(forward, name)) for name, norm in norms.items()]
     try:
         yield seen
     finally:
