@@ -96,16 +96,16 @@ class HubClient:
             partial = _Partial(out, file)
             self._persist(name, lambda deadline: self._receive(name, url, partial, deadline))
 
-    def try_file(self, commit: str, path: str) -> int:
-        """The size of the first piece of a file. Files come from other servers than lists, and a firewall may block
-        them alone. Raises FetchError."""
+    def try_file(self, commit: str, path: str) -> None:
+        """Reads the first piece of a file. Files come from other servers than lists, and a firewall may block them
+        alone. Raises FetchError."""
         name, url = self._file(commit, path)
 
-        def attempt(deadline: float) -> int:
+        def attempt(deadline: float) -> None:
             with self._request(name, url, deadline, {}) as response:
-                return len(next(_chunks(response, deadline), b""))
+                next(_chunks(response, deadline), None)
 
-        return self._persist(name, attempt, at_start=True)
+        self._persist(name, attempt, at_start=True)
 
     def _file(self, commit: str, path: str) -> tuple[str, str]:
         """The name of a file, for messages, and its address."""
