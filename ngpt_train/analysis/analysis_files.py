@@ -75,11 +75,11 @@ FEW_POINTS = 40  # a curve with at most so many points has symbols
 FAINT = 4  # more curves of a run in a panel, such as one for each head, are fainter
 
 
-def write_pictures(measured: Measured, runs: Sequence[str], folder: Path) -> list[Path]:
-    """Writes NAME.png and NAME.svg of each figure into `folder`, which it makes; returns the PNGs."""
+def write_pictures(measured: Measured, runs: Sequence[str], folder: Path) -> None:
+    """Writes NAME.png and NAME.svg of each figure into `folder`, which it makes."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = (write_picture(chart, Picture(), folder, chart.name) for chart in charts(measured, runs))
-    return [path for path in written if path is not None]
+    for chart in charts(measured, runs):
+        write_picture(chart, Picture(), folder, chart.name)
 
 
 def write_page(measured: Measured, content: Mapping[str, Any], path: Path) -> None:
