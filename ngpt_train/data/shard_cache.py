@@ -96,13 +96,13 @@ class ShardCache:
             scratch.mkdir()
             before = self._versions(shard)
             try:
-                write_documents(directory, self._source.documents(shard, scratch), files=shard.checksums)
+                write_documents(directory, self._source.documents(shard, scratch), shard.checksums)
             except FetchError:
                 raise
             except DataError as error:
                 if not self._skip_bad:
                     raise
-                write_documents(directory, (), problem=str(error), files=shard.checksums)
+                write_documents(directory, (), shard.checksums, problem=str(error))
             if self._versions(shard) != before:
                 raise _changed(shard.name)
             shutil.rmtree(scratch)
@@ -233,11 +233,9 @@ class OpenShards:
         threading.Thread(target=fetch, name="next shards", daemon=True).start()
 
 
-def write_documents(
-    directory: Path, texts: Iterable[str], problem: str | None = None, files: Sequence[str] = ()
-) -> None:
+def write_documents(directory: Path, texts: Iterable[str], files: Sequence[str], problem: str | None = None) -> None:
     """Writes the documents in their order, without empty ones. One document is in memory at a time.
-    problem: of a skipped shard, which has no documents. files: `Shard.checksums`."""
+    files: `Shard.checksums`. problem: of a skipped shard, which has no documents."""
     ends, places, n_empty, size = [], [], 0, 0
     digest = hashlib.sha256()
     with (directory / "text.bin").open("wb") as file:
