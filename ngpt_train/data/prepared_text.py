@@ -202,11 +202,10 @@ class Preparation:
         with (
             tempfile.TemporaryDirectory(prefix=WAITING, dir=directory, ignore_cleanup_errors=True) as waiting,
             Progress("preparing", sizes, start[0]) as progress,
-            contextlib.closing(
-                chunks_in_order(units, start, tokenizing, processes, Path(waiting), progress.heard)
-            ) as chunks,
+            contextlib.closing(chunks_in_order(units, start, tokenizing, processes, Path(waiting))) as chunks,
         ):
             for unit, chunk in chunks:
+                progress.heard(unit, chunk.counts.documents, chunk.counts.bytes)
                 progress.at(unit)
                 if writer.add(unit, chunk):
                     self._check_unchanged()
