@@ -53,12 +53,10 @@ CONDITION = {
     name: Panel(f"Condition number of {said}", LAYER, "condition number", log=True) for name, said in MATRICES.items()
 }
 LAYER_PANELS = {
-    f"{name}_{what}": Panel(f"{title} {MATRICES[name]}", RANK, y, log)
-    for name in ("wq", "wk")
-    for what, title, y, log in (
-        ("norms", "Norms of the rows of", "norm", False),
-        ("singular_values", "Singular values of the heads of", "singular value", True),
-    )
+    "wq_norms": Panel("Norms of the rows of Q", RANK, "norm"),
+    "wq_singular_values": Panel("Singular values of the heads of Q", RANK, "singular value", log=True),
+    "wk_norms": Panel("Norms of the rows of K", RANK, "norm"),
+    "wk_singular_values": Panel("Singular values of the heads of K", RANK, "singular value", log=True),
 }
 RATES = {"alpha_attn": "alpha of attention", "alpha_mlp": "alpha of the MLP"}
 SCALES = {"s_u": "s_u", "s_v": "s_v", "s_qk": "s_qk"}
