@@ -7,7 +7,6 @@ the streams. So a stream needs the shards of one window at a time and no other s
 it. A cursor is the beginning of its next row.
 """
 
-import functools
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -124,10 +123,10 @@ class StreamedText:
 
     def fetch(self, start: Start, share: Share) -> None:
         """Fetches and decodes the shards of a rank's first rows. Raises DataError."""
-        windows = Windows(self.open(start.skipped), self.settings)
+        text = self.open(start.skipped)
         for epoch, window in np.unique(start.cursors[share.streams(self.settings.n_streams), :2], axis=0).tolist():
-            for shard in windows.shards(epoch, window):
-                windows.text.n_documents(shard)
+            for shard in self.settings.shards(text.n_shards, epoch, window):
+                text.n_documents(shard)
 
 
 def open_streamed(config: Config, tokenizer: Tokenizer | None, on_main: OnMain) -> Dataset:
@@ -227,13 +226,17 @@ class Windows:
 
     def __init__(self, text: OpenShards, settings: StreamSettings) -> None:
         self.text, self.settings = text, settings
-        self.pieces = functools.lru_cache(self.KEPT)(self._pieces)
+        self._pieces: dict[tuple[int, int], list[Piece]] = {}
 
-    def _pieces(self, epoch: int, window: int) -> list[Piece]:
+    def pieces(self, epoch: int, window: int) -> list[Piece]:
         """All pieces of a window. Begins to fetch the shards of the next window."""
-        sizes = [(shard, self.text.n_documents(shard)) for shard in self.shards(epoch, window)]
-        self.text.soon(self.shards(*self.after(epoch, window)))
-        return self.settings.pieces(sizes, epoch, window)
+        if (epoch, window) not in self._pieces:
+            sizes = [(shard, self.text.n_documents(shard)) for shard in self.shards(epoch, window)]
+            if len(self._pieces) == self.KEPT:
+                del self._pieces[min(self._pieces)]
+            self._pieces[epoch, window] = self.settings.pieces(sizes, epoch, window)
+            self.text.soon(self.shards(*self.after(epoch, window)))
+        return self._pieces[epoch, window]
 
     def after(self, epoch: int, window: int) -> tuple[int, int]:
         """Epoch and window of the next window."""
