@@ -17,8 +17,8 @@ from ngpt_train.analysis.measures.of_run import Curve, NoMeaning, OfRun, as_valu
 from ngpt_train.core.constants import IGNORED
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.weights import canonical
+from ngpt_train.observe.telemetry.batch_distances import MEAN_SQUARES, SYMBOLS, in_symbols
 
-SQUARES = {"variance": "sigma", "psi_squared": "psi"}  # a running mean of squares -> the symbol of its root
 KINDS = ("norm_attn", "norm_post_attn", "norm_mlp", "norm_post_mlp", "norm_cross")
 
 
@@ -115,11 +115,10 @@ def compared(norm: Any, values: Sequence[Tensor]) -> dict[str, float]:
     found = {}
     # The model moves the running statistics after the block, so this batch is not in them yet.
     for (name, running), value in zip(norm.statistics().items(), values, strict=False):
-        if name in SQUARES:
-            found[SQUARES[name]] = distance(norm.root(value), norm.root(running))
-            found[f"{SQUARES[name]}_squared"] = distance(value, running)
-        else:
-            found[name] = distance(value, running)
+        symbol = SYMBOLS.get(name, name)
+        found[symbol] = distance(in_symbols(norm, name, value), in_symbols(norm, name, running))
+        if name in MEAN_SQUARES:
+            found[f"{symbol}_squared"] = distance(value, running)
     return found
 
 
