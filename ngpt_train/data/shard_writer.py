@@ -123,8 +123,7 @@ class SplitWriter:
         self._shard_tokens = shard_tokens
         self._split_hash = hashlib.sha256()
         self._open: _OpenShard | None = None
-        self.shards: list[dict[str, Any]] = []
-        """The manifest's entries of closed shards."""
+        self.shards: list[dict[str, Any]] = []  # the manifest's entries of closed shards
         for entry in before:
             self._open = _OpenShard(directory / entry["file"], self._dtype.itemsize, entry, self._split_hash)
             if self._open.tokens >= shard_tokens:
