@@ -16,8 +16,7 @@ import pytest
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.records import WandbConfig
 from ngpt_train.core.recorded import Sink
-from ngpt_train.observe import build_sinks
-from ngpt_train.observe.sinks import JsonlSink
+from ngpt_train.observe.sinks import JsonlSink, build_sinks
 from ngpt_train.observe.wandb_sink import WandbSink
 
 # A stand-in for wandb: writes down what it is told, and misbehaves where FAKE_WANDB says so.
@@ -298,7 +297,7 @@ def test_wandb_is_off_unless_asked(
         def __init__(self, settings: WandbConfig, online: bool, *_: object) -> None:
             begun.append(online)
 
-    monkeypatch.setattr("ngpt_train.observe.WandbSink", Begun)
+    monkeypatch.setattr("ngpt_train.observe.sinks.WandbSink", Begun)
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567")
     monkeypatch.delenv("WANDB_MODE", raising=False)
     if asked:
