@@ -32,7 +32,7 @@ def piece_types(ids: Ints, before: Ints, pieces: list[str], eos: int) -> Ints:
     A piece that begins with a letter, after its spaces, is a word start if it has spaces, or if the piece before does
     not end with a letter; else a continuation.
     """
-    alone = np.array([_type_alone(piece) for piece in pieces])
+    alone = np.array([TYPES.index(_type_alone(piece)) for piece in pieces])
     alone[eos] = TYPES.index("end of document")
     begins = np.array([bool(piece) and piece[0].isspace() for piece in pieces])
     ends = np.array([bool(piece) and (piece[-1].isalpha() or piece[-1] == UNKNOWN) for piece in pieces])
@@ -41,18 +41,16 @@ def piece_types(ids: Ints, before: Ints, pieces: list[str], eos: int) -> Ints:
     return np.where(goes_on, TYPES.index("word continuation"), found)
 
 
-def _type_alone(piece: str) -> int:
-    """The index in TYPES of a piece that does not follow a letter."""
+def _type_alone(piece: str) -> str:
+    """The type of a piece that does not follow a letter."""
     stripped = piece.lstrip()
-    if not piece:
-        return TYPES.index("special")
     if not stripped:
-        return TYPES.index("whitespace")
+        return "whitespace" if piece else "special"
     if stripped[0] == UNKNOWN:
-        return TYPES.index("part of a character")
+        return "part of a character"
     if stripped[0].isalpha():
-        return TYPES.index("word start")
-    return TYPES.index("digit" if stripped[0].isnumeric() else "punctuation")
+        return "word start"
+    return "digit" if stripped[0].isnumeric() else "punctuation"
 
 
 @dataclass(frozen=True)
