@@ -49,7 +49,10 @@ def report(
         "classes": [
             {"kind": each.kind, "says": each.says, "classes": of_classes(each, losses, counts)} for each in classes
         ],
-        "by_position": by_position(losses, counts),
+        "by_position": {
+            "targets": counts.sum(axis=0).tolist(),
+            "loss_sum": {name: of.sum(axis=0).tolist() for name, of in losses.items()},
+        },
         "rows": [row_of(row, int(numbers[row]), losses, rows, pieces) for row in shown],
     }
 
@@ -113,16 +116,10 @@ def of_classes(classes: Classes, losses: Mapping[str, Losses], counts: NDArray[n
     return found
 
 
-def by_position(losses: Mapping[str, Losses], counts: NDArray[np.bool_]) -> dict[str, Any]:
-    """For each position of a row: the number of targets, and for each model the sum of their losses."""
-    loss_sum = {name: np.where(counts, of, 0).sum(axis=0).tolist() for name, of in losses.items()}
-    return {"targets": counts.sum(axis=0).tolist(), "loss_sum": loss_sum}
-
-
 def standing_out(losses: Sequence[Losses], counts: NDArray[np.bool_], n: int) -> list[int]:
     """The `n` rows with the largest difference per target between two models, or with one model the largest loss per
-    target; the largest first."""
+    target; the largest first. losses: 0 where a target does not count."""
     n_targets = np.maximum(counts.sum(axis=1), 1)
-    means = [np.where(counts, of, 0).sum(axis=1) / n_targets for of in losses]
+    means = [of.sum(axis=1) / n_targets for of in losses]
     size = means[0] if len(means) == 1 else np.abs(means[0] - means[1])
     return [int(row) for row in np.argsort(-size, kind="stable")[:n] if counts[row].any()]
