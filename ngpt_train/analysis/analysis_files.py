@@ -19,10 +19,7 @@ from ngpt_train.report.page.pictures import Picture, write_picture
 
 
 def as_json(measured: Measured, runs: Sequence[Mapping[str, Any]], command: str) -> dict[str, Any]:
-    """The content of analysis.json. Infinities and NaN are null. runs: a table with a row for each run.
-
-    definition: the first paragraph of the measuring function's docstring.
-    """
+    """The content of analysis.json. Infinities and NaN are null. runs: a table with a row for each run."""
     figures = {}
     for name, curves in measured.curves.items():
         figure = FIGURES[name]
@@ -32,7 +29,7 @@ def as_json(measured: Measured, runs: Sequence[Mapping[str, Any]], command: str)
         for run, found in curves.items():
             for curve in found:
                 panels[curve.panel]["curves"].append(_curve(run, curve))
-        definition = " ".join((figure.measure.__doc__ or "").split("\n\n")[0].split())
+        definition = figure.definition or " ".join((figure.measure.__doc__ or "").split("\n\n")[0].split())
         shown = {panel: of for panel, of in panels.items() if of["curves"]}
         figures[name] = {"title": figure.title, "definition": definition, "panels": shown}
     skipped = [vars(each) for each in measured.skipped]
@@ -78,11 +75,11 @@ FEW_POINTS = 40  # a curve with at most so many points has symbols
 FAINT = 4  # more curves of a run in a panel, such as one for each head, are fainter
 
 
-def write_pictures(measured: Measured, runs: Sequence[str], folder: Path) -> list[Path]:
-    """Writes NAME.png and NAME.svg of each figure into `folder`, which it makes; returns the PNGs."""
+def write_pictures(measured: Measured, runs: Sequence[str], folder: Path) -> None:
+    """Writes NAME.png and NAME.svg of each figure into `folder`, which it makes."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = (write_picture(chart, Picture(), folder, chart.name) for chart in charts(measured, runs))
-    return [path for path in written if path is not None]
+    for chart in charts(measured, runs):
+        write_picture(chart, Picture(), folder, chart.name)
 
 
 def write_page(measured: Measured, content: Mapping[str, Any], path: Path) -> None:

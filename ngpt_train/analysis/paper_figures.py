@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from ngpt_train.analysis.measures import batch_statistics, gradient_norms, learned_vectors, live, matrices
 from ngpt_train.analysis.measures.of_run import Curve, NoMeaning, OfRun
@@ -24,7 +26,8 @@ class Panel:
 class Figure:
     """measure: returns the curves of one run; raises NoMeaning. together: combines the curves of all runs, by run.
 
-    needs: "weights"; "rows", also the run's own rows; "telemetry", its records alone.
+    needs: "weights"; "rows", also the run's own rows; "telemetry", its records alone. definition: by default the first
+    paragraph of the measure's docstring.
     """
 
     title: str
@@ -32,6 +35,7 @@ class Figure:
     measure: Measure
     needs: str = "weights"
     together: Together | None = None
+    definition: str = ""
 
 
 def _embedding_panels() -> dict[str, Panel]:
@@ -49,12 +53,10 @@ CONDITION = {
     name: Panel(f"Condition number of {said}", LAYER, "condition number", log=True) for name, said in MATRICES.items()
 }
 LAYER_PANELS = {
-    f"{name}_{what}": Panel(f"{title} {MATRICES[name]}", RANK, y, log)
-    for name in ("wq", "wk")
-    for what, title, y, log in (
-        ("norms", "Norms of the rows of", "norm", False),
-        ("singular_values", "Singular values of the heads of", "singular value", True),
-    )
+    "wq_norms": Panel("Norms of the rows of Q", RANK, "norm"),
+    "wq_singular_values": Panel("Singular values of the heads of Q", RANK, "singular value", log=True),
+    "wk_norms": Panel("Norms of the rows of K", RANK, "norm"),
+    "wk_singular_values": Panel("Singular values of the heads of K", RANK, "singular value", log=True),
 }
 RATES = {"alpha_attn": "alpha of attention", "alpha_mlp": "alpha of the MLP"}
 SCALES = {"s_u": "s_u", "s_v": "s_v", "s_qk": "s_qk"}
@@ -79,28 +81,44 @@ def _means(named: Mapping[str, str], x: str = LAYER, y: str = "mean") -> dict[st
     return {name: Panel(said, x, y) for name, said in named.items()}
 
 
-def _of_statistics(*names: str) -> dict[str, Panel]:
-    found = {}
+def _statistics(title: str, names: Sequence[str], definition: str) -> Figure:
+    panels = {}
     for name in names:
         said, y = name.replace("_squared", "^2"), "norm / d" if name.startswith("g_") else "distance / d"
-        found[name] = Panel(f"{said}, first norm", "batch", y)
-        found[f"{name}_mean"] = Panel(f"{said}, mean over batches", LAYER, y)
-        found[f"{name}_variance"] = Panel(f"{said}, variance over batches", LAYER, f"variance of {y}", log=True)
-    return found
+        panels[name] = Panel(f"{said}, first norm", "batch", y)
+        panels[f"{name}_mean"] = Panel(f"{said}, mean over batches", LAYER, y)
+        panels[f"{name}_variance"] = Panel(f"{said}, variance over batches", LAYER, f"variance of {y}", log=True)
+    measure = partial(batch_statistics.over_batches, names=names)
+    return Figure(title, panels, measure, needs="rows", definition=definition)
 
 
-def _distances(*names: str) -> dict[str, Panel]:
-    return {name: Panel(f"{name} of a batch and running", STEP, "distance / d") for name in names}
+def _live(title: str, panels: Mapping[str, Panel], measure: Measure, **more: Any) -> Figure:
+    return Figure(title, panels, measure, needs="telemetry", **more)
 
 
-def _live(title: str, panels: Mapping[str, Panel], measure: Measure, together: Together | None = None) -> Figure:
-    return Figure(title, panels, measure, needs="telemetry", together=together)
+def _distances(number: int, *symbols: str) -> Figure:
+    panels = {symbol: Panel(f"{symbol} of a batch and running", STEP, "distance / d") for symbol in symbols}
+    says = "dist(mu_B, mu) = ||mu_B - mu|| / d of each norm over steps, of sigma and psi alike."
+    measure = partial(live.distances, symbols=symbols)
+    return _live(f"PowerNorm, figure {number} over steps", panels, measure, definition=says)
+
+
+def _rates_of_tnt(number: int, named: Mapping[str, str]) -> Figure:
+    says = "The mean entry of each layer's vector in encoder and decoder, effective values, over steps."
+    measure = partial(live.tnt, names=tuple(named))
+    return _live(f"TnT, figure {number} over steps", _means(named, STEP), measure, definition=says)
 
 
 DENSITY = {name: Panel(said, "value", "density") for name, said in {**RATES, **SCALES, "s_z": "s_z"}.items()}
 FIGURES: dict[str, Figure] = {
     "ngpt_4": Figure("nGPT, figure 4: embeddings", _embedding_panels(), matrices.figure_4),
-    "ngpt_5": Figure("nGPT, figure 5: median condition numbers", CONDITION, matrices.figure_5),
+    "ngpt_5": Figure(
+        "nGPT, figure 5: median condition numbers",
+        CONDITION,
+        matrices.medians,
+        definition="nGPT, figure 5: sigma_max / sigma_min of each head's W_q, W_k and W_v `(d_head, d)`, and its "
+        "median over the heads of a layer; of the MLP's W_u, W_v and W_down whole. fp64.",
+    ),
     "ngpt_6": Figure(
         "nGPT, figure 6: eigen learning rates and scaling factors",
         {**_means(RATES, y="mean of |alpha|"), **_means(SCALES), "s_z": DENSITY["s_z"]},
@@ -110,8 +128,19 @@ FIGURES: dict[str, Figure] = {
     "ngpt_10": Figure(
         "nGPT, figure 10: condition numbers, renormalized after training too", CONDITION, matrices.figure_10
     ),
-    "ngpt_11": Figure("nGPT, figure 11: row norms and singular values, layer 3", LAYER_PANELS, matrices.figure_11),
-    "ngpt_12": Figure("nGPT, figure 12: row norms and singular values, layer 4", LAYER_PANELS, matrices.figure_12),
+    "ngpt_11": Figure(
+        "nGPT, figure 11: row norms and singular values, layer 3",
+        LAYER_PANELS,
+        partial(matrices.of_one_layer, layer=2),
+        definition="nGPT, figure 11: norms ||W_i|| of the rows of W_q and W_k of the third layer, `layers.2`, and the "
+        "singular values of each of its heads, the largest first. fp64.",
+    ),
+    "ngpt_12": Figure(
+        "nGPT, figure 12: row norms and singular values, layer 4",
+        LAYER_PANELS,
+        partial(matrices.of_one_layer, layer=3),
+        definition="nGPT, figure 12: as figure 11, of the fourth layer, `layers.3`.",
+    ),
     "ngpt_14": Figure(
         "nGPT, figure 14: histograms of alpha and s",
         DENSITY,
@@ -141,23 +170,23 @@ FIGURES: dict[str, Figure] = {
         needs="rows",
         together=gradient_norms.ratios_to_first,
     ),
-    "powernorm_2": Figure(
+    "powernorm_2": _statistics(
         "PowerNorm, figure 2: BatchNorm's statistics of batches and running ones",
-        _of_statistics("mu", "sigma_squared", "sigma"),
-        batch_statistics.figure_2,
-        needs="rows",
+        ("mu", "sigma_squared", "sigma"),
+        "PowerNorm, figure 2: dist(mu_B, mu) = ||mu_B - mu|| / d and dist(sigma_B^2, sigma^2) of BatchNorm, and "
+        "dist(sigma_B, sigma); of the first norm over the batches, and of each layer the mean and variance over them.",
     ),
-    "powernorm_3": Figure(
+    "powernorm_3": _statistics(
         "PowerNorm, figure 3: the terms of BatchNorm's gradient",
-        _of_statistics("g_mu", "g_sigma_squared"),
-        batch_statistics.figure_3,
-        needs="rows",
+        ("g_mu", "g_sigma_squared"),
+        "PowerNorm, figure 3: g_mu = ||gamma / (sigma_B B) sum_j dL/dy_j|| / d, and g_sigma^2 with dL/dy_j x_hat_j in "
+        "the sum (eq. 3), of BatchNorm; L is the mean loss of the batch.",
     ),
-    "powernorm_4": Figure(
+    "powernorm_4": _statistics(
         "PowerNorm, figure 4: sigma and psi of batches and running, and their terms of the gradient",
-        _of_statistics("sigma", "psi", "sigma_squared", "psi_squared", "g_sigma_squared", "g_psi_squared"),
-        batch_statistics.figure_4,
-        needs="rows",
+        ("sigma", "psi", "sigma_squared", "psi_squared", "g_sigma_squared", "g_psi_squared"),
+        "PowerNorm, figure 4: dist(sigma_B, sigma) and dist(psi_B, psi), ||x_B - x|| / d, and those of the squares; "
+        "the gradient's terms g_sigma^2 (eq. 3) and g_psi^2 = ||gamma / (psi_B B) sum_j dL/dy_j x_hat_j|| / d (eq. 6).",
     ),
     "powernorm_6": Figure(
         "PowerNorm, figure 6: singular values of embeddings",
@@ -170,12 +199,15 @@ FIGURES: dict[str, Figure] = {
     "tnt_3": Figure(
         "TnT, figure 3: eigen learning rates",
         _means(OF_ENCODER_DECODERS, y="mean of |alpha|"),
-        learned_vectors.tnt_figure_3,
+        partial(learned_vectors.tnt, names=tuple(OF_ENCODER_DECODERS)),
+        definition="TnT, figure 3: the mean of |alpha| of attention, cross-attention and MLP at each layer of encoder "
+        "and decoder.",
     ),
     "tnt_4": Figure(
         "TnT, figure 4: scaling factors",
         _means({"s_qk": "s_qk", "s_qk_cross": "s_qk of cross-attention", "s_u": "s_u", "s_v": "s_v"}),
-        learned_vectors.tnt_figure_4,
+        partial(learned_vectors.tnt, names=("s_qk", "s_u", "s_v")),
+        definition="TnT, figure 4: the mean of s_qk, s_u and s_v at each layer of encoder and decoder.",
     ),
     "ngpt_6_live": _live("nGPT, figure 6 over steps", _means({**RATES, **SCALES, "s_z": "s_z"}, STEP), live.figure_6),
     "normformer_3_live": _live(
@@ -185,7 +217,10 @@ FIGURES: dict[str, Figure] = {
     ),
     "normformer_4_live": _live("NormFormer, figure 4 over steps", _means(ADDED, STEP, "value"), live.normformer_4),
     "normformer_6_live": _live(
-        "NormFormer, figure 6 over steps", {"res_scale": Panel("lambda", STEP, "mean")}, live.of_vectors("res_scale")
+        "NormFormer, figure 6 over steps",
+        {"res_scale": Panel("lambda", STEP, "mean")},
+        partial(live.of_vectors, names=("res_scale",)),
+        definition="The mean entry of each layer's vector, effective values, over steps.",
     ),
     "normformer_7_live": _live(
         "NormFormer, figure 7 over steps: gradients as a ratio to those of the first run",
@@ -193,14 +228,10 @@ FIGURES: dict[str, Figure] = {
         live.normformer_7,
         together=gradient_norms.ratios_to_first,
     ),
-    "powernorm_2_live": _live(
-        "PowerNorm, figure 2 over steps", _distances("mu", "sigma"), live.distances("mu", "sigma")
-    ),
-    "powernorm_4_live": _live(
-        "PowerNorm, figure 4 over steps", _distances("sigma", "psi"), live.distances("sigma", "psi")
-    ),
-    "tnt_3_live": _live("TnT, figure 3 over steps", _means(OF_ENCODER_DECODERS, STEP), live.tnt(*OF_ENCODER_DECODERS)),
-    "tnt_4_live": _live("TnT, figure 4 over steps", _means(SCALES, STEP), live.tnt(*SCALES)),
+    "powernorm_2_live": _distances(2, "mu", "sigma"),
+    "powernorm_4_live": _distances(4, "sigma", "psi"),
+    "tnt_3_live": _rates_of_tnt(3, OF_ENCODER_DECODERS),
+    "tnt_4_live": _rates_of_tnt(4, SCALES),
 }
 
 

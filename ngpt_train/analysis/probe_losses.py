@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ngpt_train.analysis.token_classes import Classes
 from ngpt_train.core.constants import IGNORED
+from ngpt_train.data.tokenizers.tokenizer import Ints
 
 Losses = NDArray[np.float64]
 
@@ -21,8 +22,8 @@ MOST_DIFFERENT = 10  # tokens of a row that are listed
 def report(
     models: Sequence[Mapping[str, Any]],
     losses: Mapping[str, Losses],
-    rows: tuple[NDArray[np.int64], NDArray[np.int64]],
-    numbers: NDArray[np.int64],
+    rows: tuple[Ints, Ints],
+    numbers: Ints,
     classes: Sequence[Classes],
     pieces: Sequence[str],
     n_shown: int,
@@ -48,17 +49,16 @@ def report(
         "classes": [
             {"kind": each.kind, "says": each.says, "classes": of_classes(each, losses, counts)} for each in classes
         ],
-        "by_position": by_position(losses, counts),
+        "by_position": {
+            "targets": counts.sum(axis=0).tolist(),
+            "loss_sum": {name: of.sum(axis=0).tolist() for name, of in losses.items()},
+        },
         "rows": [row_of(row, int(numbers[row]), losses, rows, pieces) for row in shown],
     }
 
 
 def row_of(
-    row: int,
-    number: int,
-    losses: Mapping[str, Losses],
-    rows: tuple[NDArray[np.int64], NDArray[np.int64]],
-    pieces: Sequence[str],
+    row: int, number: int, losses: Mapping[str, Losses], rows: tuple[Ints, Ints], pieces: Sequence[str]
 ) -> dict[str, Any]:
     """One row: its text, the loss of each target, and the targets where the models differ most (of one model, those
     with the largest losses)."""
@@ -89,11 +89,8 @@ def row_of(
 
 
 def addable(losses: Losses) -> Losses:
-    """The losses as multiples of a power of two, q; their sum is below 2^52 q.
-
-    So no sum of any of them, in any order, rounds. q is as small as possible: a loss changes no more than a plain sum
-    in fp64 would round.
-    """
+    """The losses as multiples of a power of two, q; their sum is below 2^52 q. So no sum of any of them, in any order,
+    rounds. q is as small as possible: a loss changes no more than a plain sum in fp64 would round."""
     _, exponent = math.frexp(float(losses.sum()) or 1.0)
     q = 2.0 ** (exponent - 52)
     return np.asarray(np.round(losses / q) * q)
@@ -119,16 +116,10 @@ def of_classes(classes: Classes, losses: Mapping[str, Losses], counts: NDArray[n
     return found
 
 
-def by_position(losses: Mapping[str, Losses], counts: NDArray[np.bool_]) -> dict[str, Any]:
-    """For each position of a row: the number of targets, and for each model the sum of their losses."""
-    loss_sum = {name: np.where(counts, of, 0).sum(axis=0).tolist() for name, of in losses.items()}
-    return {"targets": counts.sum(axis=0).tolist(), "loss_sum": loss_sum}
-
-
 def standing_out(losses: Sequence[Losses], counts: NDArray[np.bool_], n: int) -> list[int]:
     """The `n` rows with the largest difference per target between two models, or with one model the largest loss per
-    target; the largest first."""
+    target; the largest first. losses: 0 where a target does not count."""
     n_targets = np.maximum(counts.sum(axis=1), 1)
-    means = [np.where(counts, of, 0).sum(axis=1) / n_targets for of in losses]
+    means = [of.sum(axis=1) / n_targets for of in losses]
     size = means[0] if len(means) == 1 else np.abs(means[0] - means[1])
     return [int(row) for row in np.argsort(-size, kind="stable")[:n] if counts[row].any()]

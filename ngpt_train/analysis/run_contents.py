@@ -57,10 +57,8 @@ def records(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def live_run(key: str, value: str) -> tuple[Path, OfRun]:
-    """The records of a run without its weights; it may have no checkpoint yet. key, value: the user's argument.
-
-    Raises DataError if `value` is no run, or has no records.
-    """
+    """The records of a run without its weights; it may have no checkpoint yet. key, value: the user's argument. Raises
+    DataError if `value` is no run, or has no records."""
     path = Path(value).expanduser()
     run = run_directory(path)
     if not (run / "metrics.jsonl").is_file() or not (run / "config.yaml").is_file():
@@ -70,11 +68,7 @@ def live_run(key: str, value: str) -> tuple[Path, OfRun]:
 
 
 def gathered(
-    name: str,
-    restored: Restored,
-    needs: Collection[str],
-    rows: Callable[[], Sequence[Tensor]],
-    batch_rows: int,
+    name: str, restored: Restored, needs: Collection[str], rows: Callable[[], Sequence[Tensor]], batch_rows: int
 ) -> OfRun:
     """The data of a run for its figures. needs: of the figures: weights, rows, telemetry.
 

@@ -1,17 +1,16 @@
-"""The text of each id, and classes of targets: each target has one label of every kind."""
+"""Classes of targets: each target has one label of every kind."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.constants import IGNORED
 from ngpt_train.data.dataset import Tokens
 from ngpt_train.data.rows import rows_of
-from ngpt_train.data.tokenizers.tokenizer import Tokenizer
+from ngpt_train.data.tokenizers.tokenizer import Ints
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 # By the first character that is no space; `piece_types` has the rules.
@@ -27,24 +26,13 @@ TYPES = (
 )
 
 
-def pieces_of(tokenizer: Tokenizer) -> list[str]:
-    """The text of each id, spaces included, by id: `(vocab_size,)` texts.
-
-    Each id is decoded after a letter, because at the beginning of a text some tokenizers leave the space out. A part of
-    a longer character is U+FFFD; a special id has an empty text.
-    """
-    letter = [int(i) for i in tokenizer.encode("a")]
-    before = tokenizer.decode(letter)
-    return [tokenizer.decode([*letter, i])[len(before) :] for i in range(tokenizer.vocab_size)]
-
-
-def piece_types(ids: NDArray[np.int64], before: NDArray[np.int64], pieces: list[str], eos: int) -> NDArray[np.int64]:
+def piece_types(ids: Ints, before: Ints, pieces: list[str], eos: int) -> Ints:
     """The index in TYPES of each of `ids`, given the id before it; both of the same shape.
 
     A piece that begins with a letter, after its spaces, is a word start if it has spaces, or if the piece before does
     not end with a letter; else a continuation.
     """
-    alone = np.array([_type_alone(piece) for piece in pieces])
+    alone = np.array([TYPES.index(_type_alone(piece)) for piece in pieces])
     alone[eos] = TYPES.index("end of document")
     begins = np.array([bool(piece) and piece[0].isspace() for piece in pieces])
     ends = np.array([bool(piece) and (piece[-1].isalpha() or piece[-1] == UNKNOWN) for piece in pieces])
@@ -53,18 +41,16 @@ def piece_types(ids: NDArray[np.int64], before: NDArray[np.int64], pieces: list[
     return np.where(goes_on, TYPES.index("word continuation"), found)
 
 
-def _type_alone(piece: str) -> int:
-    """The index in TYPES of a piece that does not follow a letter."""
+def _type_alone(piece: str) -> str:
+    """The type of a piece that does not follow a letter."""
     stripped = piece.lstrip()
-    if not piece:
-        return TYPES.index("special")
     if not stripped:
-        return TYPES.index("whitespace")
+        return "whitespace" if piece else "special"
     if stripped[0] == UNKNOWN:
-        return TYPES.index("part of a character")
+        return "part of a character"
     if stripped[0].isalpha():
-        return TYPES.index("word start")
-    return TYPES.index("digit" if stripped[0].isnumeric() else "punctuation")
+        return "word start"
+    return "digit" if stripped[0].isnumeric() else "punctuation"
 
 
 @dataclass(frozen=True)
@@ -75,14 +61,12 @@ class Classes:
     kind: str
     says: str
     names: Sequence[str]
-    labels: NDArray[np.int64]
+    labels: Ints
 
 
-def of_frequency(targets: NDArray[np.int64], counts: NDArray[np.int64], counted: str) -> Classes:
+def of_frequency(targets: Ints, counts: Ints, counted: str) -> Classes:
     """Classes by the target's rank among all ids, the most frequent first: 1 to 10, 11 to 100, ...
-
-    counts: `(vocab_size,)`; equal counts are ranked by id. counted: the counted text, in words.
-    """
+    counts: `(vocab_size,)`; equal counts are ranked by id. counted: the counted text, in words."""
     ranks = np.empty(len(counts), np.int64)
     ranks[np.argsort(-counts, kind="stable")] = np.arange(1, len(counts) + 1)
     ends = [10**power for power in range(1, len(str(len(counts))))] + [len(counts)]
@@ -93,7 +77,7 @@ def of_frequency(targets: NDArray[np.int64], counts: NDArray[np.int64], counted:
     return Classes("frequency", f"rank of the target by frequency in {counted}", [*names, "not in it"], labels)
 
 
-def of_position(targets: NDArray[np.int64]) -> Classes:
+def of_position(targets: Ints) -> Classes:
     """Classes by the target's position in its row from 0: 0, 1, 2 to 3, 4 to 7, ..."""
     context = targets.shape[1]
     octaves = np.array([position.bit_length() for position in range(context)])
@@ -105,24 +89,21 @@ def of_position(targets: NDArray[np.int64]) -> Classes:
     return Classes("position", "position of the target in its row", names, np.broadcast_to(octaves, targets.shape))
 
 
-def of_type(tokens: NDArray[np.int64], targets: NDArray[np.int64], pieces: list[str], eos: int) -> Classes:
+def of_type(tokens: Ints, targets: Ints, pieces: list[str], eos: int) -> Classes:
     """Classes by the text of the target, and of the token before it."""
     counting = np.where(targets == IGNORED, 0, targets)
     return Classes("type", "the target's text", TYPES, piece_types(counting, tokens, pieces, eos))
 
 
-def of_source(validation: Tokens, names: Sequence[str], config: Config, chosen: NDArray[np.int64]) -> Classes:
-    """Classes by the source of the target's document in the mixture. chosen: the rows `(N,)`.
-
-    The labels are the rows of a text in which each id is the number of its source.
-    """
+def of_source(validation: Tokens, names: Sequence[str], config: Config, chosen: Ints) -> Classes:
+    """Classes by the source of the target's document in the mixture. chosen: the rows `(N,)`. The labels are the rows
+    of a text in which each id is the number of its source."""
     lengths = validation.shard_lengths()
     assert len(lengths) == len(names)
-    last = np.empty(1, np.int64)
-    validation.read(len(validation) - 1, last)
     numbers = [np.full(n, number, np.int64) for number, n in enumerate(lengths)]
     # A document must end with eos here exactly if it does in the text.
-    eos = len(names) - 1 if last[0] == validation.eos else len(names)
+    ends_with_eos = validation.ids(len(validation) - 1, 1)[0] == validation.eos
+    eos = len(names) - 1 if ends_with_eos else len(names)
     starts, _ = validation.documents
     firsts = np.cumsum([0, *lengths])
     offsets = [

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError, DataError
@@ -34,10 +33,10 @@ from ngpt_train.data.mixed import Mixed, MixtureReader, Turns, open_mixture
 from ngpt_train.data.prepared_text import prepare_dataset
 from ngpt_train.data.rows import rows_of
 from ngpt_train.data.sources import open_source
-from ngpt_train.data.streamed_text import Cursor, Start, open_streamed
+from ngpt_train.data.streamed_text import Cursor, Start, StreamedText, open_streamed
 from ngpt_train.data.token_files import open_tokens
 from ngpt_train.data.tokenizers import load_tokenizer
-from ngpt_train.data.tokenizers.tokenizer import Tokenizer, with_eos
+from ngpt_train.data.tokenizers.tokenizer import Ints, Tokenizer, with_eos
 from ngpt_train.data.workers import OnWait, StreamReader
 
 __all__ = ["Dataset", "TrainLoader", "merged", "open_dataset", "prepare_dataset", "reader_of"]
@@ -58,15 +57,15 @@ def open_dataset(
     """
     data = config.data
     if (data.label_field is None) != (config.model.n_classes is None):
-        fix = (
-            "Name the task's examples: data.label_field, data.text_field and data.labels, or choose another checkpoint"
+        raise ConfigError(
+            f"data.label_field={data.label_field}, model.n_classes={config.model.n_classes}\n  Name the task's "
+            "examples: data.label_field, data.text_field and data.labels, or choose another checkpoint"
         )
-        raise ConfigError(f"data.label_field={data.label_field}, model.n_classes={config.model.n_classes}\n  {fix}")
     if (data.translation_field is None) == (config.model.objective == "translation"):
-        fix = (
-            "Pairs are for an encoder-decoder: choose model=composed_encoder_decoder data=pairs, or another checkpoint"
+        raise ConfigError(
+            f"data.translation_field={data.translation_field}, model.name={config.model.name}\n  Pairs are for an "
+            "encoder-decoder: choose model=composed_encoder_decoder data=pairs, or another checkpoint"
         )
-        raise ConfigError(f"data.translation_field={data.translation_field}, model.name={config.model.name}\n  {fix}")
     if data.label_field is not None:
         return open_labelled(config, tokenizer or load_tokenizer(config.tokenizer))
     if data.translation_field is not None:
@@ -94,9 +93,7 @@ def check_whole(config: Config) -> None:
 
 def open_whole(config: Config, tokenizer: Tokenizer | None) -> Dataset:
     """All of the text as the validation split, tokenized in memory, which takes far less time than its evaluation.
-
-    Raises DataError if the text cannot be read or is shorter than a row.
-    """
+    Raises DataError if the text cannot be read or is shorter than a row."""
     data, path, context = config.data, path_of(config), config.model.context
     tokenizer = tokenizer or load_tokenizer(config.tokenizer)
     documents = [with_eos(tokenizer, text) for text in open_source(data).documents() if text or data.keep_empty]
@@ -125,56 +122,39 @@ def reader_of(
     For streamed text it fetches the shards of the first rows, so no collective with a time limit may wait for it.
     Raises DataError if the state is of other data or a shard cannot be read.
     """
-    reader = _unmasked(data, config, rank, world_size, state, on_wait)
-    masks = masks_of(config, data.tokenizer)
-    return reader if masks is None else MaskedReader(reader, masks, config.run.seed)
-
-
-def _unmasked(
-    data: Dataset, config: Config, rank: int, world_size: int, state: Mapping[str, Any] | None, on_wait: OnWait
-) -> Reader:
     if state is not None:
         check_position(state)
+    share, rows = Share(rank, world_size), 0 if state is None else int(state["rows"])
     streams = config.data.streams
-    rows = 0 if state is None else int(state["rows"])
-    share = Share(rank, world_size)
-    if not isinstance(data.train, Mixed):
-        numbers = range(share.next_row(rows, world_size), ENDLESS, world_size)
+
+    def of_text(text: Tokens | StreamedText | Mixed, numbers: Iterable[int], given: Ints, prefix: str = "") -> Reader:
+        """The rows `numbers` of one source. prefix: of its cursors in `state`; given: `Start.rows`."""
+        if isinstance(text, Pairs):
+            return PairReader(text, config, world_size)
+        if isinstance(text, Tokens):
+            return PreparedReader(rows_of(text, config), config.run.seed)
+        assert isinstance(text, StreamedText)
+        cursors = stored_integers(state, f"{prefix}cursors", streams, len(Cursor._fields))
+        left_out = {} if state is None else state["skipped_shards"]
+        skipped = {name.removeprefix(prefix): problem for name, problem in left_out.items() if name.startswith(prefix)}
+        start = Start(cursors, given, skipped)
+        text.fetch(start, share)
+        if rank == 0 and state is None:
+            warn_of_repeats(text.open(), text.settings)
+        return StreamReader(text, numbers, start, share, config.data, on_wait)
+
+    reader: Reader
+    if isinstance(data.train, Mixed):
+        mixture = data.train.mixture
+        taken = np.stack([stored_integers(state, f"{name}/rows", streams, 1)[:, 0] for name in mixture.names])
+        readers = [
+            of_text(source.train, Turns(mixture, share, rows, taken, index), taken[index], f"{name}/")
+            for index, (name, source) in enumerate(zip(mixture.names, data.train.sources, strict=True))
+        ]
+        reader = MixtureReader(mixture, readers, share, rows, taken)
+    else:
         # Stream s has given the rows s, s + streams, s + 2 streams, ... so far.
         given = (rows - np.arange(streams) + streams - 1) // streams
-        return _reader_of_source(data, config, share, numbers, given, state, "", on_wait)
-    mixture = data.train.mixture
-    taken = np.stack([stored_integers(state, f"{name}/rows", streams, 1)[:, 0] for name in mixture.names])
-    readers = [
-        _reader_of_source(
-            source, config, share, Turns(mixture, share, rows, taken, index), taken[index], state, f"{name}/", on_wait
-        )
-        for index, (name, source) in enumerate(zip(mixture.names, data.train.sources, strict=True))
-    ]
-    return MixtureReader(mixture, readers, share, rows, taken)
-
-
-def _reader_of_source(
-    data: Dataset,
-    config: Config,
-    share: Share,
-    numbers: Iterable[int],
-    given: NDArray[np.int64],
-    state: Mapping[str, Any] | None,
-    prefix: str,
-    on_wait: OnWait,
-) -> Reader:
-    """The rows `numbers` of one source. prefix: of its cursors in `state`; given: `Start.rows`."""
-    if isinstance(data.train, Pairs):
-        return PairReader(data.train, config, share.world_size)
-    if isinstance(data.train, Tokens):
-        return PreparedReader(rows_of(data.train, config), config.run.seed)
-    assert not isinstance(data.train, Mixed)
-    cursors = stored_integers(state, f"{prefix}cursors", config.data.streams, len(Cursor._fields))
-    left_out = {} if state is None else state["skipped_shards"]
-    skipped = {shard.removeprefix(prefix): problem for shard, problem in left_out.items() if shard.startswith(prefix)}
-    start = Start(cursors, given, skipped)
-    data.train.fetch(start, share)
-    if share.rank == 0 and state is None:
-        warn_of_repeats(data.train.open(), data.train.settings)
-    return StreamReader(data.train, numbers, start, share, config.data.workers, config.data.prefetch, on_wait)
+        reader = of_text(data.train, range(share.next_row(rows, world_size), ENDLESS, world_size), given)
+    masks = masks_of(config, data.tokenizer)
+    return reader if masks is None else MaskedReader(reader, masks, config.run.seed)

@@ -52,10 +52,8 @@ def canonical_hash(value: Any) -> str:
 
 
 class FileHashes:
-    """Remembers checksums in `hashes.json` of the cache. Checksums of small files are written by `save`.
-
-    Raises DataError if a file cannot be read.
-    """
+    """Remembers checksums in `hashes.json` of the cache. Checksums of small files are written by `save`. Raises
+    DataError if a file cannot be read."""
 
     def __init__(self, cache: Path):
         self._path = cache / "hashes.json"

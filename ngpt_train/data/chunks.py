@@ -13,7 +13,7 @@ import pickle
 import shutil
 import signal
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -32,7 +32,6 @@ CHUNK_CHARACTERS = 2_000_000
 # Units per process that may be tokenized before their turn, to bound their disk space.
 AHEAD = 3
 POLL_SECONDS = 0.05
-Heard = Callable[[int, int, int], None]  # unit, documents, bytes of text
 Document = tuple[Ids, int]  # ids with eos at their end, bytes of the text
 
 
@@ -59,9 +58,7 @@ class Tokenizing:
 
     def chunks(self, shard: Shard, skip: int, scratch: Path) -> Iterator[Chunk]:
         """The unit after its first `skip` documents, in one chunk at least. Raises DataError.
-
-        scratch: a directory that is made for the unit's files, and removed at the end.
-        """
+        scratch: a directory that is made for the unit's files, and removed at the end."""
         scratch.mkdir()
         chunk = Chunk(skip)
         for number, text in enumerate(self.reader.documents(shard, scratch), 1):
@@ -101,18 +98,10 @@ def n_processes(setting: int | str, n_units: int) -> int:
 
 
 def chunks_in_order(
-    units: Sequence[Shard],
-    start: tuple[int, int],
-    tokenizing: Tokenizing,
-    processes: int,
-    scratch: Path,
-    heard: Heard,
+    units: Sequence[Shard], start: tuple[int, int], tokenizing: Tokenizing, processes: int, scratch: Path
 ) -> Generator[tuple[int, Chunk], None, None]:
-    """(unit, chunk) from `start` on, which is a unit and the number of its finished documents.
-
-    scratch: a directory for waiting chunks. heard: is called for each chunk.
-    Raises the errors of reading, in the order of the text.
-    """
+    """(unit, chunk) from `start` on, which is a unit and the number of its finished documents. scratch: a directory for
+    waiting chunks. Raises the errors of reading, in the order of the text."""
     skips = {start[0]: start[1]}
     with contextlib.ExitStack() as stack:
         if processes > 1:
@@ -125,7 +114,6 @@ def chunks_in_order(
             else:
                 chunks = tokenizing.chunks(units[number], skips.get(number, 0), scratch / f"{number}")
             for chunk in chunks:
-                heard(number, chunk.counts.documents, chunk.counts.bytes)
                 yield number, chunk
 
 

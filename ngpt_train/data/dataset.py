@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
-from ngpt_train.data.tokenizers.tokenizer import Ids, Tokenizer
+from ngpt_train.data.tokenizers.tokenizer import Ids, Ints, Tokenizer
 
 if TYPE_CHECKING:  # which make data sets
     from ngpt_train.data.mixed import Mixed
@@ -68,26 +68,22 @@ class StoredNumbers:
             yield start, self[start : start + CHUNK]
 
 
+Numbers = Ids | StoredNumbers
+
+
 class Tokens:
     """A split as one sequence of token ids over its shards, each document with `eos` at its end.
-
-    offsets[shard]: the start of each document and the end of the last. Without offsets `eos` ends a document.
-    """
+    offsets[shard]: the start of each document and the end of the last. Without offsets `eos` ends a document."""
 
     def __init__(
-        self,
-        split: str,
-        path: Path,
-        shards: Sequence[NDArray[np.integer] | StoredNumbers],
-        eos: int,
-        offsets: Sequence[NDArray[np.integer] | StoredNumbers] | None = None,
+        self, split: str, path: Path, shards: Sequence[Numbers], eos: int, offsets: Sequence[Numbers] | None = None
     ):
         self.split, self.path, self.eos = split, path, eos
         self._shards, self._offsets = shards, offsets
         self._starts = list(itertools.accumulate(map(len, shards), initial=0))
 
     @classmethod
-    def of_documents(cls, split: str, path: Path, documents: Sequence[NDArray[np.integer]], eos: int) -> Tokens:
+    def of_documents(cls, split: str, path: Path, documents: Sequence[Ids], eos: int) -> Tokens:
         """A split in memory. documents: their ids, with eos at the end."""
         return cls(split, path, [np.concatenate(documents)], eos, [np.cumsum([0, *map(len, documents)])])
 
@@ -99,11 +95,9 @@ class Tokens:
         return [len(shard) for shard in self._shards]
 
     @functools.cached_property
-    def documents(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Start and length of each document in order, eos included. A large split takes minutes.
-
-        Raises DataError unless each document of a file of offsets ends after its beginning.
-        """
+    def documents(self) -> tuple[Ints, Ints]:
+        """Start and length of each document in order, eos included. A large split takes minutes. Raises DataError
+        unless each document of a file of offsets ends after its beginning."""
         starts, lengths = [], []
         for shard, ids in enumerate(self._shards):
             if self._offsets is not None:
@@ -120,7 +114,13 @@ class Tokens:
             lengths.append(np.diff(offsets))
         return np.concatenate(starts), np.concatenate(lengths)
 
-    def read(self, start: int, out: NDArray[np.integer]) -> None:
+    def ids(self, start: int, n: int) -> Ints:
+        """The `n` tokens from `start` on, as `read` has them."""
+        out = np.empty(n, np.int64)
+        self.read(start, out)
+        return out
+
+    def read(self, start: int, out: Ids) -> None:
         """Fills `out` with the tokens from `start` on. Token -1 is eos, which opens the first document."""
         assert start >= -1
         assert start + len(out) <= len(self)
@@ -140,7 +140,7 @@ class Tokens:
 class Examples(Tokens):
     """A split of examples: the ids of their texts, and the label's class or millionths."""
 
-    def __init__(self, split: str, path: Path, eos: int, texts: list[list[Ids]], labels: NDArray[np.int64]) -> None:
+    def __init__(self, split: str, path: Path, eos: int, texts: list[list[Ids]], labels: Ints) -> None:
         super().__init__(split, path, [np.concatenate([*of_example, [eos]]) for of_example in texts], eos)
         self.texts, self.labels = texts, labels
 
@@ -150,18 +150,12 @@ class Pairs(Tokens):
     that are left out."""
 
     def __init__(
-        self,
-        split: str,
-        path: Path,
-        eos: int,
-        sources: list[Ids],
-        translations: list[Ids],
-        texts: Sequence[Sequence[str]] = (),
+        self, split: str, path: Path, eos: int, pairs: Sequence[tuple[Ids, Ids]], texts: Sequence[Sequence[str]] = ()
     ) -> None:
-        super().__init__(split, path, [np.append(ids, eos) for ids in translations], eos)
-        self.sources, self.translations, self.texts = sources, translations, texts
+        super().__init__(split, path, [np.append(translation, eos) for _, translation in pairs], eos)
+        self.pairs, self.texts = pairs, texts
         # The longer side of each pair, with its eos.
-        self.lengths = np.array([1 + max(map(len, pair)) for pair in zip(sources, translations, strict=True)], np.int64)
+        self.lengths = np.array([1 + max(map(len, pair)) for pair in pairs], np.int64)
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ngpt_train.config.schema import Config
-from ngpt_train.config.sections.data import mixture_of
+from ngpt_train.config.sections.data import SourceConfig, mixture_of
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.dataset import Dataset, Tokens
 from ngpt_train.data.mixed import Mixed
 from ngpt_train.data.rows import row_format, rows_of
 from ngpt_train.data.shard_cache import OpenShards
-from ngpt_train.data.sources.local_files import list_library, text_files
+from ngpt_train.data.sources import open_source
 from ngpt_train.data.sources.source import text_size
 from ngpt_train.data.streamed_text import StreamSettings
 from ngpt_train.data.token_files import count_tokens
@@ -31,7 +31,7 @@ BYTES_PER_TOKEN, VOCABULARY, BYTES_PER_DOUBLING = 3.4, 4096, 0.27
 # From the published sizes: 5.2 for WikiText-103, 5.4 for Penn Treebank, white space and line ends included.
 BYTES_PER_WORD = 5.3
 # A stream with less text than the others enters its second epoch first, so some text is read twice before other text is
-# read once. In a text of more than MOST_BYTES the streams have nearly the same size, and the check is left out.
+# read once. In several shards of more than MOST_BYTES the streams have nearly the same size, and the check is left out.
 MOST_BYTES = 64_000_000
 TOLERATED = 0.05  # share of an epoch's rows
 
@@ -60,59 +60,40 @@ def epoch_rows(data: Dataset, config: Config) -> dict[str, EpochRows]:
     if isinstance(data.train, Tokens):
         return {"": EpochRows(len(rows_of(data.train, config)), 1.0, exact=True)}
     held_out = data.validation
-    ids = np.empty(len(held_out), np.int64)
-    held_out.read(0, ids)
-    n_bytes = int(data.tokenizer.n_bytes[ids].sum())
+    n_bytes = int(data.tokenizer.n_bytes[held_out.ids(0, len(held_out))].sum())
     text = data.train.about_bytes() * (1 - data.train.val_fraction)
     tokens = text * len(held_out) / max(1, n_bytes)
-    if row_format(config, held_out.eos).source_context is None:
-        return {"": EpochRows(max(1.0, tokens / config.model.context), 1.0, exact=False)}
-    # A row is a document that is long enough.
-    return {"": EpochRows(max(1.0, tokens * len(rows_of(held_out, config)) / len(held_out)), 1.0, exact=False)}
+    rows = tokens / config.model.context
+    if row_format(config, held_out.eos).source_context is not None:  # a row is a document that is long enough
+        rows = tokens * len(rows_of(held_out, config)) / len(held_out)
+    return {"": EpochRows(max(1.0, rows), 1.0, exact=False)}
 
 
 def planned_rows(config: Config) -> dict[str, EpochRows | None]:
-    """`epoch_rows` from file sizes alone, without a network and before the text is opened; None if unknown.
-
-    Exact only for prepared tokens with `data.pack=concat`. `model.vocab_size` has to be a number.
-    """
-    if config.data.kind != "mixture":
-        return {"": _planned(config)}
-    found: dict[str, EpochRows | None] = {}
-    for source in mixture_of(config.data):
-        size = _planned(replace(config, data=source.data))
-        found[source.name] = None if size is None else size._replace(share=source.share)
-    return found
+    """`epoch_rows` from file sizes alone, without a network and before the text is opened; None if unknown. Exact only
+    for prepared tokens with `data.pack=concat`. `model.vocab_size` has to be a number."""
+    is_mixture = config.data.kind == "mixture"
+    sources = mixture_of(config.data) if is_mixture else [SourceConfig("", 1.0, config.data)]
+    return {source.name: _planned(replace(config, data=source.data), source.share) for source in sources}
 
 
-def _planned(config: Config) -> EpochRows | None:
+def _planned(config: Config, share: float) -> EpochRows | None:
     data = config.data
     if data.objective not in ("next_token", "masked"):
         return None  # a row is a document of sufficient length, an example or a pair, and their number is unknown
+    if data.on_hub and data.text_gb is None:
+        return None  # only the hub knows
     try:
         if data.kind == "tokens":
             tokens = count_tokens(config)
-        elif (text := _planned_bytes(config)) is not None:
-            tokens = round(text * (1 - data.held_out_share) / bytes_per_token(config))
         else:
-            return None
+            files = open_source(data).files if data.text_gb is None else []
+            n_bytes = sum(text_size(file, file.stat().st_size) for file in files) + 1e9 * (data.text_gb or 0)
+            tokens = round(n_bytes * (1 - data.held_out_share) / bytes_per_token(config))
     except (DataError, OSError, KeyError, TypeError):
         return None  # `train` names the fault of the files
     exact = data.kind == "tokens" and data.pack == "concat"
-    return EpochRows(max(1, math.ceil(tokens / config.model.context)), 1.0, exact)
-
-
-def _planned_bytes(config: Config) -> float | None:
-    data = config.data
-    if data.text_gb is not None:
-        return data.text_gb * 1e9
-    if data.kind == "embedded":
-        files = list_library()
-    elif data.kind == "local" and data.path is not None:
-        files, _ = text_files(data)
-    else:
-        return None  # only the hub knows
-    return sum(text_size(file, file.stat().st_size) for file in files)
+    return EpochRows(max(1, math.ceil(tokens / config.model.context)), share, exact)
 
 
 def bytes_per_token(config: Config) -> float:
@@ -146,13 +127,13 @@ def many_epochs(sizes: Mapping[str, EpochRows | None], config: Config) -> Iterat
         )
 
 
-# --- text that repeats within an epoch
-
-
 def warn_of_repeats(text: OpenShards, settings: StreamSettings) -> None:
-    """Warns if more than TOLERATED of the first epoch's rows repeat text."""
-    if not is_small(text):
-        return
+    """Warns if more than TOLERATED of the first epoch's rows repeat text. Opens the shards."""
+    n_bytes = 0
+    for shard in range(text.n_shards):
+        n_bytes += text.documents(shard).header["bytes"]
+        if n_bytes > MOST_BYTES and shard + 1 < text.n_shards:
+            return
     share = repeated_share(text, settings)
     if share <= TOLERATED:
         return
@@ -168,16 +149,6 @@ def warn_of_repeats(text: OpenShards, settings: StreamSettings) -> None:
         fewer,
         100 * share_of_fewer,
     )
-
-
-def is_small(text: OpenShards) -> bool:
-    """True if the text has at most MOST_BYTES or one shard. Opens the shards."""
-    n_bytes = 0
-    for shard in range(text.n_shards):
-        n_bytes += text.documents(shard).header["bytes"]
-        if n_bytes > MOST_BYTES and shard + 1 < text.n_shards:
-            return False
-    return True
 
 
 def repeated_share(text: OpenShards, settings: StreamSettings) -> float:

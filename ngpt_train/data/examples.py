@@ -92,18 +92,17 @@ def _tokenizer_of_pairs(config: Config, texts: list[list[str]]) -> Tokenizer:
 
 
 def _pairs(split: str, path: Path, texts: list[list[str]], config: Config, tokenizer: Tokenizer) -> Pairs:
-    sources, translations = [], []
-    for pair in texts:
-        source, translation = (tokenizer.encode(text) for text in pair)
+    pairs = []
+    for sides in texts:
+        source, translation = (tokenizer.encode(text) for text in sides)
         if len(source) and len(translation) and 1 + max(len(source), len(translation)) <= config.model.context // 2:
-            sources.append(source)
-            translations.append(translation)
-    if not sources and (split == "validation" or config.data.val_fraction < 1):
+            pairs.append((source, translation))
+    if not pairs and (split == "validation" or config.data.val_fraction < 1):
         raise DataError(
             f"{path}: no pair of the {split} split fits into a row, whose halves have model.context / 2 = "
             f"{config.model.context // 2} tokens; raise model.context, name files with data.val_files, or add pairs"
         )
-    if len(sources) < len(texts):
-        left_out = f"{len(texts) - len(sources):,} of {len(texts):,} pairs"
+    if len(pairs) < len(texts):
+        left_out = f"{len(texts) - len(pairs):,} of {len(texts):,} pairs"
         logger.info("%s of the %s split are left out: a side is empty or longer than half a row", left_out, split)
-    return Pairs(split, path, tokenizer.eos, sources, translations, texts if split == "validation" else ())
+    return Pairs(split, path, tokenizer.eos, pairs, texts if split == "validation" else ())

@@ -17,9 +17,10 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.dataset import Pairs
 from ngpt_train.data.masks import Masks
-from ngpt_train.data.pair_rows import MULTIPLE, PairRows, Window, rows_multiple, window_of, window_size
+from ngpt_train.data.pair_rows import MULTIPLE, PairRows, rows_multiple, window_of, window_size
 from ngpt_train.data.permutation import GOLDEN, mix, shuffled
 from ngpt_train.data.rows import Batch, Rows
+from ngpt_train.data.tokenizers.tokenizer import Ints
 
 ENDLESS = 2**62  # rows, more than any run reads
 
@@ -47,7 +48,7 @@ class Share(NamedTuple):
 class ReaderState(NamedTuple):
     """What a rank has read so far."""
 
-    cursors: dict[str, NDArray[np.int64]]  # of each stream (n_streams, width); -1 for streams of other ranks
+    cursors: dict[str, Ints]  # of each stream (n_streams, width); -1 for streams of other ranks
     skipped: dict[str, str]  # the problem of each skipped shard, by name
     rows_by_source: dict[str, int]  # of each source of a mixture; their sums over all ranks are the rows of the run
 
@@ -55,7 +56,7 @@ class ReaderState(NamedTuple):
 class Reader:
     """This rank's rows of one source. A reader without streams defines `take` alone."""
 
-    def take(self, numbers: NDArray[np.int64]) -> Batch:
+    def take(self, numbers: Ints) -> Batch:
         """The next rows of this rank. numbers: their numbers in the source, (N,)."""
         raise NotImplementedError
 
@@ -78,7 +79,7 @@ class PreparedReader(Reader):
     rows: Rows
     seed: int
 
-    def take(self, numbers: NDArray[np.int64]) -> Batch:
+    def take(self, numbers: Ints) -> Batch:
         return self.rows.batch(shuffled(numbers, len(self.rows), self.seed))
 
 
@@ -90,7 +91,7 @@ class MaskedReader(Reader):
     masks: Masks
     seed: int
 
-    def take(self, numbers: NDArray[np.int64]) -> Batch:
+    def take(self, numbers: Ints) -> Batch:
         return self.masks.of(self.reader.take(numbers), numbers, self.seed)
 
     def state(self) -> ReaderState:
@@ -106,25 +107,23 @@ class PairReader(Reader):
     def __init__(self, pairs: Pairs, config: Config, world_size: int) -> None:
         """Raises ConfigError if ranks cannot share every batch evenly."""
         rows = config.train.rows_per_step
-        self._rows, self._batch_rows, self._seed = PairRows(pairs), rows, config.run.seed
-        self._most_tokens = rows * config.model.context
-        self._size = window_size(len(pairs.lengths), self._most_tokens)
-        self._window = functools.lru_cache(maxsize=2)(self._window_of)
+        most_tokens, seed = rows * config.model.context, config.run.seed
+        self._rows, self._size = PairRows(pairs), window_size(len(pairs.lengths), most_tokens)
+        self._window = functools.lru_cache(maxsize=2)(
+            lambda number: window_of(pairs.lengths, number, rows, most_tokens, seed)
+        )
         if rows_multiple(rows) % world_size:
             raise ConfigError(
                 f"train.batch_rows={rows}: batches of pairs have multiples of {rows_multiple(rows)} rows, which "
                 f"{world_size} ranks cannot share evenly\n  Use 1, 2, 4 or 8 ranks, and a multiple of {MULTIPLE} rows"
             )
 
-    def _window_of(self, number: int) -> Window:
-        return window_of(self._rows.pairs.lengths, number, self._batch_rows, self._most_tokens, self._seed)
-
     def size_of_step(self, rows: int, batch_rows: int) -> int:
         """The rows of the batch after `rows` rows."""
         window, offset = self._window(rows // self._size), rows % self._size
         return int(window.ends[window.batch_at(offset)]) - offset
 
-    def take(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+    def take(self, numbers: Ints) -> Batch:
         """This rank's rows of a batch."""
         window, offsets = self._window(int(numbers[0]) // self._size), numbers % self._size
         half = int(window.halves[window.batch_at(int(offsets[0]))])
@@ -136,7 +135,7 @@ class Position(NamedTuple):
 
     rows: int  # taken so far by all ranks
     data_hash: int  # this rank's summand
-    cursors: dict[str, NDArray[np.int64]]  # see `ReaderState`
+    cursors: dict[str, Ints]  # see `ReaderState`
     skipped: dict[str, str]
     rows_by_source: dict[str, int]
 
@@ -150,7 +149,7 @@ def merged(positions: Sequence[Position]) -> dict[str, Any]:
     return {"rows": positions[0].rows, "data_hash": total, "cursors": cursors, "skipped_shards": skipped}
 
 
-def latest(cursors: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+def latest(cursors: Sequence[Ints]) -> Ints:
     """The furthest cursor of each stream. cursors[rank]: (n_streams, width)."""
     furthest = cursors[0]
     for other in cursors[1:]:
@@ -178,7 +177,7 @@ def check_position(state: Mapping[str, Any]) -> None:
         raise DataError("the checkpoint does not say how many rows were read, or where the streams are: it is damaged")
 
 
-def stored_integers(state: Mapping[str, Any] | None, name: str, streams: int, width: int) -> NDArray[np.int64]:
+def stored_integers(state: Mapping[str, Any] | None, name: str, streams: int, width: int) -> Ints:
     """The integers (streams, width) of `name` in a checkpoint; zeros at the start of a run."""
     if state is None:
         return np.zeros((streams, width), np.int64)
@@ -230,7 +229,7 @@ class TrainLoader(Iterator[tuple[list[Batch], Position]]):
         self._reader.close()
 
 
-def hash_of_rows(numbers: NDArray[np.int64], batch: Batch) -> int:
+def hash_of_rows(numbers: Ints, batch: Batch) -> int:
     """The sum, modulo 2^64, of a hash of each row: its number, its tokens and its last target.
 
     The order and grouping of the rows do not change the sum. A row's ids are multiplied with fixed random-looking

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ngpt_train.core.constants import IGNORED
 from ngpt_train.data.permutation import keyed_hash, uniform
+from ngpt_train.data.tokenizers.tokenizer import Ints, pieces_of
 
 if TYPE_CHECKING:  # rows are masked, and know how
     from ngpt_train.config.schema import Config
@@ -38,7 +39,7 @@ class Masks:
     eos: int
     begins_word: NDArray[np.bool_] | None  # (mask_id,), to choose whole words; None: tokens
 
-    def of(self, batch: Batch, numbers: NDArray[np.int64], seed: int) -> Batch:
+    def of(self, batch: Batch, numbers: Ints, seed: int) -> Batch:
         """The rows with hidden tokens, and as targets the chosen tokens at their own positions.
 
         batch: as of `Rows.batch`. A token counts if it has a target there, that is, if it is no padding and in no row
@@ -61,11 +62,7 @@ class Masks:
         return np.where(chosen, read, tokens), np.where(chosen, tokens, IGNORED), *doc_ids
 
     def _chosen(
-        self,
-        tokens: NDArray[np.int64],
-        counts: NDArray[np.bool_],
-        order: NDArray[np.float64],
-        wanted: NDArray[np.int64],
+        self, tokens: Ints, counts: NDArray[np.bool_], order: NDArray[np.float64], wanted: Ints
     ) -> NDArray[np.bool_]:
         """(N, T): `wanted` (N,) of the tokens that count, in the order of their draws; of whole words at most so many,
         a word that would be one too many is left out."""
@@ -98,7 +95,4 @@ def masks_of(config: Config, tokenizer: Tokenizer) -> Masks | None:
 
 def begins_word(tokenizer: Tokenizer) -> NDArray[np.bool_]:
     """(vocab_size,): true for an id whose text begins with white space, and for eos."""
-    before = tokenizer.encode("a").tolist()
-    start = len(tokenizer.decode(before))  # the first piece of a text may lose its space
-    texts = (tokenizer.decode([*before, i])[start:] for i in range(tokenizer.vocab_size))
-    return np.array([i == tokenizer.eos or text[:1].isspace() for i, text in enumerate(texts)])
+    return np.array([i == tokenizer.eos or text[:1].isspace() for i, text in enumerate(pieces_of(tokenizer))])

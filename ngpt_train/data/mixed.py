@@ -12,7 +12,6 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.data import SourceConfig, mixture_of
@@ -24,7 +23,7 @@ from ngpt_train.data.permutation import uniform
 from ngpt_train.data.rows import Batch, row_format, tokens_for_targets
 from ngpt_train.data.streamed_text import corpus_of, list_shards, open_text
 from ngpt_train.data.tokenizers import load_tokenizer
-from ngpt_train.data.tokenizers.tokenizer import Tokenizer, tokenizer_identity
+from ngpt_train.data.tokenizers.tokenizer import Ints, Tokenizer, tokenizer_identity
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ class Mixture:
     shares: tuple[float, ...]
     seed: int
 
-    def sources(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def sources(self, rows: Ints) -> Ints:
         """The index of each row's source, (N,)."""
         bounds = np.cumsum(self.shares)[:-1]
         return np.searchsorted(bounds, uniform(rows, self.seed), side="right")
@@ -53,7 +52,7 @@ class Mixed:
     sources: tuple[Dataset, ...]
 
 
-def turns(mixture: Mixture, share: Share, rows: int, taken: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+def turns(mixture: Mixture, share: Share, rows: int, taken: Ints) -> Iterator[tuple[int, int]]:
     """(source, number within the source) of each row of a rank, from row `rows` of the run on.
 
     Row n of stream s has the number n * n_streams + s within its source.
@@ -81,7 +80,7 @@ class Turns:
     mixture: Mixture
     share: Share
     rows: int
-    taken: NDArray[np.int64]
+    taken: Ints
     source: int
 
     def __iter__(self) -> Iterator[int]:
@@ -93,9 +92,7 @@ class Turns:
 class MixtureReader(Reader):
     """This rank's rows of a mixture. rows, taken: see `turns`."""
 
-    def __init__(
-        self, mixture: Mixture, readers: Sequence[Reader], share: Share, rows: int, taken: NDArray[np.int64]
-    ) -> None:
+    def __init__(self, mixture: Mixture, readers: Sequence[Reader], share: Share, rows: int, taken: Ints) -> None:
         self._mixture, self._readers = mixture, readers
         n_streams = taken.shape[1]
         owned = share.streams(n_streams)
@@ -105,9 +102,9 @@ class MixtureReader(Reader):
         # Each earlier row counts on one rank, even if several ranks read its stream.
         self._own = taken[:, range(share.rank, n_streams, share.world_size)].sum(axis=1)
 
-    def take(self, numbers: NDArray[np.int64]) -> Batch:
+    def take(self, numbers: Ints) -> Batch:
         sources, within = np.array(list(islice(self._turns, len(numbers)))).T
-        whole: list[NDArray[np.int64]] = []
+        whole: list[Ints] = []
         for index, reader in enumerate(self._readers):
             (places,) = np.nonzero(sources == index)
             if not len(places):
@@ -121,7 +118,7 @@ class MixtureReader(Reader):
 
     def state(self) -> ReaderState:
         names = self._mixture.names
-        cursors: dict[str, NDArray[np.int64]] = {}
+        cursors: dict[str, Ints] = {}
         skipped: dict[str, str] = {}
         for name, taken, reader in zip(names, self._taken, self._readers, strict=True):
             own = reader.state()
@@ -136,10 +133,8 @@ class MixtureReader(Reader):
 
 
 def open_mixture(config: Config, tokenizer: Tokenizer | None, on_main: OnMain) -> Dataset:
-    """Opens all sources with one tokenizer: the tokenizer of prepared shards, else the config's.
-
-    A tokenizer without a file is trained on all sources.
-    """
+    """Opens all sources with one tokenizer: the tokenizer of prepared shards, else the config's. A tokenizer without a
+    file is trained on all sources."""
     from ngpt_train.data import open_dataset  # it imports this module
 
     sources = mixture_of(config.data)
@@ -179,7 +174,7 @@ def _mixed_corpus(config: Config, sources: Sequence[SourceConfig]) -> Iterator[s
         yield from corpus_of(open_text(own, list_shards(own))[1], source.share)
 
 
-def _beginning(tokens: Tokens, config: Config, share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _beginning(tokens: Tokens, config: Config, share: float) -> tuple[Ints, Ints]:
     """Ids and offsets of a split's first documents: enough for the share of eval.rows or eval.tokens, or all."""
     form = row_format(config, tokens.eos)
     lengths = tokens.documents[1]
@@ -190,6 +185,4 @@ def _beginning(tokens: Tokens, config: Config, share: float) -> tuple[NDArray[np
     else:
         full = lengths.cumsum() // form.context if form.source_context is None else (lengths >= form.shortest).cumsum()
     ends = lengths[: int(np.searchsorted(full, max(1, round(share * wanted)))) + 1].cumsum()
-    ids = np.empty(int(ends[-1]), np.int64)
-    tokens.read(0, ids)
-    return ids, np.append(0, ends)
+    return tokens.ids(0, int(ends[-1])), np.append(0, ends)

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ngpt_train.core.constants import IGNORED, PADDING
 from ngpt_train.data.permutation import keyed_order, shuffled
+from ngpt_train.data.tokenizers.tokenizer import Ints
 
 if TYPE_CHECKING:
     from ngpt_train.data.dataset import Pairs
@@ -36,16 +36,16 @@ class PairRows:
         self.pairs = pairs
 
     def __len__(self) -> int:
-        return len(self.pairs.sources)
+        return len(self.pairs.pairs)
 
-    def batch(self, indices: NDArray[np.int64], half: int | None = None) -> tuple[NDArray[np.int64], ...]:
+    def batch(self, indices: Ints, half: int | None = None) -> tuple[Ints, ...]:
         """Tokens, targets and document ids, each (N, 2 half). half: by default the longest side of these pairs."""
         half = int(self.pairs.lengths[indices].max()) if half is None else half
         eos, shape = self.pairs.eos, (len(indices), 2 * half)
         tokens, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
         doc_ids = np.full(shape, PADDING, np.int64)
         for row, index in enumerate(indices.tolist()):
-            source, translation = self.pairs.sources[index], self.pairs.translations[index]
+            source, translation = self.pairs.pairs[index]
             n_source, end = len(source) + 1, half + len(translation) + 1
             tokens[row, :n_source] = np.append(source, eos)
             tokens[row, half:end] = np.append(eos, translation)
@@ -58,9 +58,9 @@ class PairRows:
 class Window:
     """The pairs of a window in the order of its batches."""
 
-    indices: NDArray[np.int64]  # (window_size,)
-    ends: NDArray[np.int64]  # of each batch in `indices`
-    halves: NDArray[np.int64]  # the width of each batch
+    indices: Ints  # (window_size,)
+    ends: Ints  # of each batch in `indices`
+    halves: Ints  # the width of each batch
 
     def batch_at(self, offset: int) -> int:
         """The batch with the pair at `offset`."""
@@ -78,7 +78,7 @@ def window_size(n_pairs: int, most_tokens: int) -> int:
     return max(MULTIPLE, min(n_pairs, max(WINDOW, most_tokens)) // MULTIPLE * MULTIPLE)
 
 
-def window_of(lengths: NDArray[np.int64], number: int, batch_rows: int, most_tokens: int, seed: int) -> Window:
+def window_of(lengths: Ints, number: int, batch_rows: int, most_tokens: int, seed: int) -> Window:
     """Window `number` of a run. lengths: of all pairs. most_tokens: of a batch, padding included, enough for batch_rows
     of the longest pairs."""
     size = window_size(len(lengths), most_tokens)
@@ -90,7 +90,7 @@ def window_of(lengths: NDArray[np.int64], number: int, batch_rows: int, most_tok
     return Window(np.concatenate(parts), np.cumsum([len(part) for part in parts]), np.array(halves))
 
 
-def _cuts(lengths: NDArray[np.int64], multiple: int, most_tokens: int) -> Iterator[tuple[int, int]]:
+def _cuts(lengths: Ints, multiple: int, most_tokens: int) -> Iterator[tuple[int, int]]:
     """First and end of each batch. lengths: ascending."""
     first = 0
     while first < len(lengths):

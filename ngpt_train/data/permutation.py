@@ -20,9 +20,7 @@ MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 def shuffled(k: NDArray[np.int64], n: int, seed: int) -> NDArray[np.int64]:
     """The rows (N,) at positions `k` (N,) >= 0 of an endless sequence that shuffles range(n) anew in each epoch.
-
-    Positions e * n to (e + 1) * n - 1 hold every row once. The result depends on (k, n, seed) alone.
-    """
+    Positions e * n to (e + 1) * n - 1 hold every row once. The result depends on (k, n, seed) alone."""
     if n >= FEW:
         return permuted(k, n, seed)
     orders = {epoch: keyed_order(n, seed, epoch) for epoch in set((k // n).tolist())}

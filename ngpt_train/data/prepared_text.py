@@ -114,10 +114,8 @@ class Preparation:
         self._key = ""
 
     def write(self, directory: Path) -> None:
-        """Fills `directory`, going on after the shards of an earlier call.
-
-        A failure before the first finished shard leaves nothing. Raises DataError.
-        """
+        """Fills `directory`, going on after the shards of an earlier call. A failure before the first finished shard
+        leaves nothing. Raises DataError."""
         _remove_waiting(directory)
         worth_keeping = (directory / JOURNAL).exists()
         try:
@@ -204,11 +202,10 @@ class Preparation:
         with (
             tempfile.TemporaryDirectory(prefix=WAITING, dir=directory, ignore_cleanup_errors=True) as waiting,
             Progress("preparing", sizes, start[0]) as progress,
-            contextlib.closing(
-                chunks_in_order(units, start, tokenizing, processes, Path(waiting), progress.heard)
-            ) as chunks,
+            contextlib.closing(chunks_in_order(units, start, tokenizing, processes, Path(waiting))) as chunks,
         ):
             for unit, chunk in chunks:
+                progress.heard(unit, chunk.counts.documents, chunk.counts.bytes)
                 progress.at(unit)
                 if writer.add(unit, chunk):
                     self._check_unchanged()

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.constants import IGNORED, PADDING
@@ -24,9 +23,9 @@ from ngpt_train.data.dataset import Dataset, Examples, Pairs, Tokens
 from ngpt_train.data.masks import Masks, masks_of
 from ngpt_train.data.pair_rows import PairRows
 from ngpt_train.data.permutation import permuted
-from ngpt_train.data.tokenizers.tokenizer import Ids, Tokenizer
+from ngpt_train.data.tokenizers.tokenizer import Ids, Ints, Tokenizer
 
-Batch = tuple[NDArray[np.int64], ...]  # tokens, targets and, if the model needs them, document ids: (N, context)
+Batch = tuple[Ints, ...]  # tokens, targets and, if the model needs them, document ids: (N, context)
 NOTHING = -1  # an id of padding
 # Documents that best_fit packs together. More would take longer and waste as much.
 PREPARED_TOGETHER = 4096
@@ -52,7 +51,7 @@ class RowFormat:
         """Ids of the shortest document that makes a row: the source, the decoder's first token, and a target."""
         return 0 if self.source_context is None else self.source_context + 2
 
-    def targets_of(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    def targets_of(self, lengths: Ints) -> Ints:
         """The numbers of targets (N,) in documents of `lengths` ids (N,), eos included."""
         if self.source_context is None:
             return lengths
@@ -64,9 +63,9 @@ class RowFormat:
         row[: len(ids)] = ids[: self.context + 1]
         return row
 
-    def batch(self, ids: NDArray[np.integer]) -> Batch:
+    def batch(self, ids: Ids) -> Batch:
         """ids: (N, context + 1)."""
-        wide: NDArray[np.int64] = ids.astype(np.int64, copy=False)
+        wide: Ints = ids.astype(np.int64, copy=False)
         tokens, targets = wide[:, :-1], wide[:, 1:]
         if self.source_context is not None:
             # The first token after the source is an input of the decoder and never a target, as the TnT authors train.
@@ -96,7 +95,7 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
 
-    def batch(self, indices: NDArray[np.int64]) -> Batch:
+    def batch(self, indices: Ints) -> Batch:
         """Rows `indices` (N,)."""
         ...
 
@@ -143,10 +142,8 @@ def check_length(split: str, n_tokens: int, context: int, where: str) -> None:
 
 
 class NextToken:
-    """Row k predicts the ids from k * context on.
-
-    The last row begins earlier, so that it is as long as the others. It ignores the targets of the row before.
-    """
+    """Row k predicts the ids from k * context on. The last row begins earlier, so that it is as long as the others. It
+    ignores the targets of the row before."""
 
     def __init__(self, tokens: Tokens, form: RowFormat) -> None:
         self._tokens, self._form = tokens, form
@@ -154,7 +151,7 @@ class NextToken:
     def __len__(self) -> int:
         return math.ceil(len(self._tokens) / self._form.context)
 
-    def batch(self, indices: NDArray[np.int64]) -> Batch:
+    def batch(self, indices: Ints) -> Batch:
         context = self._form.context
         ids = np.empty((len(indices), context + 1), np.int64)
         last = len(self._tokens) - context
@@ -216,9 +213,7 @@ class BestFit:
         starts, lengths = tokens.documents
         parts: list[tuple[int, int]] = []
         ends = [0]
-        last = np.empty(1, np.int64)
-        tokens.read(len(tokens) - 1, last)
-        if last[0] != tokens.eos:
+        if tokens.ids(len(tokens) - 1, 1)[0] != tokens.eos:
             # The last document has no eos to open another document after it, so it has rows of its own.
             parts += [(s, min(form.context, len(tokens) - s)) for s in range(starts[-1], len(tokens), form.context)]
             ends += range(1, len(parts) + 1)
@@ -243,15 +238,13 @@ class BestFit:
             filled += size
         return row
 
-    def batch(self, indices: NDArray[np.int64]) -> Batch:
+    def batch(self, indices: Ints) -> Batch:
         return self._form.batch(np.stack([self.ids(index) for index in indices.tolist()]))
 
 
 class PrefixContinuation:
-    """Row k is the beginning of a document: `source_context` tokens for the encoder, then the continuation.
-
-    Documents without a target are left out, the others are padded or cut to the row.
-    """
+    """Row k is the beginning of a document: `source_context` tokens for the encoder, then the continuation. Documents
+    without a target are left out, the others are padded or cut to the row."""
 
     def __init__(self, tokens: Tokens, form: RowFormat) -> None:
         self._tokens, self._form = tokens, form
@@ -268,13 +261,9 @@ class PrefixContinuation:
     def __len__(self) -> int:
         return len(self._starts)
 
-    def batch(self, indices: NDArray[np.int64]) -> Batch:
-        return self._form.batch(np.stack([self._ids(index) for index in indices.tolist()]))
-
-    def _ids(self, index: int) -> Ids:
-        ids = np.empty(self._lengths[index], np.int64)
-        self._tokens.read(self._starts[index], ids)
-        return self._form.beginning(ids)
+    def batch(self, indices: Ints) -> Batch:
+        documents = (self._tokens.ids(self._starts[index], self._lengths[index]) for index in indices.tolist())
+        return self._form.batch(np.stack([self._form.beginning(ids) for ids in documents]))
 
 
 class LabelRows:
@@ -293,7 +282,7 @@ class LabelRows:
     def __len__(self) -> int:
         return len(self._examples.labels)
 
-    def batch(self, indices: NDArray[np.int64]) -> Batch:
+    def batch(self, indices: Ints) -> Batch:
         """Tokens, targets and document ids, each (N, context)."""
         shape = len(indices), self._context
         tokens, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
@@ -310,7 +299,7 @@ class LabelRows:
         return tokens, targets, doc_ids
 
 
-def joined(texts: Sequence[Ids], eos: int, most: int) -> NDArray[np.int64]:
+def joined(texts: Sequence[Ids], eos: int, most: int) -> Ints:
     """eos and the texts with eos behind each, at most `most` ids: the longest text is cut."""
     lengths = [len(ids) for ids in texts]
     while 1 + sum(lengths) + len(lengths) > most:
@@ -331,7 +320,7 @@ class MaskedRows:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def batch(self, indices: NDArray[np.int64]) -> Batch:
+    def batch(self, indices: Ints) -> Batch:
         return self.masks.of(self.rows.batch(indices), indices, VALIDATION_SEED)
 
 
@@ -342,7 +331,7 @@ class MaskedRows:
 # the choice of n rows.
 
 
-def chosen_rows(rows: Rows, config: Config) -> NDArray[np.int64]:
+def chosen_rows(rows: Rows, config: Config) -> Ints:
     """eval.rows rows, or enough rows for eval.tokens targets. All rows if there are fewer, or if both keys are null.
 
     eval.rows draws rows one by one. eval.tokens draws blocks of BLOCK_TOKENS of running text, but rows that are
@@ -365,7 +354,7 @@ def tokens_for_targets(config: Config) -> int | None:
     return wanted if wanted is None or model.objective != "masked" else math.ceil(wanted / model.mask_share)
 
 
-def _enough(rows: Rows, order: NDArray[np.int64], n_targets: int) -> int:
+def _enough(rows: Rows, order: Ints, n_targets: int) -> int:
     """The least n such that the first n rows of `order` have `n_targets` targets; all if they have fewer."""
     for first in range(0, len(order), COUNTED_TOGETHER):
         _, targets, *_ = rows.batch(order[first : first + COUNTED_TOGETHER])
@@ -376,7 +365,7 @@ def _enough(rows: Rows, order: NDArray[np.int64], n_targets: int) -> int:
     return len(order)
 
 
-def same_text(chosen: NDArray[np.int64], context: int, other: int, n_other: int) -> NDArray[np.int64]:
+def same_text(chosen: Ints, context: int, other: int, n_other: int) -> Ints:
     """The rows of `other` tokens with the text of the `chosen` rows of `context` tokens.
 
     They are in the same order, each once, and end as soon as they have as many tokens.

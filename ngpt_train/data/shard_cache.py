@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import logging
@@ -20,18 +21,18 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import parse_json, read_whole, remove
 from ngpt_train.data.cache_files import FileHashes, build_directory, canonical_hash
 from ngpt_train.data.dataset import StoredNumbers
 from ngpt_train.data.sources.source import FetchError, Shard, ShardSource, place_of
+from ngpt_train.data.tokenizers.tokenizer import Ints
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +51,8 @@ class ShardCache:
         self._text_field, self._skip_bad = text_field, skip_bad
 
     def open(self, shard: Shard) -> Documents:
-        """The documents of a shard. Fetches and decodes it unless it is here.
-
-        Raises FetchError if it cannot be reached, DataError if it is faulty and bad shards are not skipped, or if the
-        disk is full.
-        """
+        """The documents of a shard. Fetches and decodes it unless it is here. Raises FetchError if it cannot be
+        reached, DataError if it is faulty and bad shards are not skipped, or if the disk is full."""
         target = self._place(shard)
         for _ in range(MOST_ATTEMPTS):
             if not (target / HEADER).exists():
@@ -98,13 +96,13 @@ class ShardCache:
             scratch.mkdir()
             before = self._versions(shard)
             try:
-                write_documents(directory, self._source.documents(shard, scratch), files=shard.checksums)
+                write_documents(directory, self._source.documents(shard, scratch), shard.checksums)
             except FetchError:
                 raise
             except DataError as error:
                 if not self._skip_bad:
                     raise
-                write_documents(directory, (), problem=str(error), files=shard.checksums)
+                write_documents(directory, (), shard.checksums, problem=str(error))
             if self._versions(shard) != before:
                 raise _changed(shard.name)
             shutil.rmtree(scratch)
@@ -119,10 +117,8 @@ class ShardCache:
             build_directory(target, build)
 
     def _versions(self, shard: Shard) -> list[tuple[int, int, int]]:
-        """Size and times of a shard's files. A change during the decoding changes them.
-
-        Raises FetchError if a file has changed since the run listed it: its text would get the identity of the old one.
-        """
+        """Size and times of a shard's files. A change during the decoding changes them. Raises FetchError if a file has
+        changed since the run listed it: its text would get the identity of the old one."""
         if not shard.checksums:
             return []
         hashes, found = FileHashes(self._directory.parent), []
@@ -140,9 +136,7 @@ class ShardCache:
 
     def _make_room(self, keep: Path, everything: bool = False) -> None:
         """Deletes the least recently opened shards until the rest is below the limit. Recent shards stay.
-
-        everything: True deletes all shards but `keep`.
-        """
+        everything: True deletes all shards but `keep`."""
         found = []
         for header in self._directory.glob(f"*/{HEADER}"):
             if header.parent.name.startswith("."):  # a process is making it
@@ -183,25 +177,20 @@ class OpenShards:
     WINDOWS_OPEN = 2
 
     def __init__(
-        self,
-        cache: ShardCache,
-        shards: Sequence[Shard],
-        val_fraction: float,
-        open_shards: int,
-        skipped: Mapping[str, str],
+        self, cache: ShardCache, shards: Sequence[Shard], val_fraction: float, open_shards: int, skipped: dict[str, str]
     ) -> None:
         """skipped: the problems of shards that an earlier start left out, by name. They stay left out."""
         self.skipped = dict(skipped)
         self.n_shards, self.val_fraction = len(shards), val_fraction
         self._cache, self.shards = cache, shards
-        self._n_open = self.WINDOWS_OPEN * open_shards + 1
-        self._open: dict[int, Documents] = {}
+        # documents(shard): all documents of a shard, held-out documents included.
+        self.documents = functools.lru_cache(self.WINDOWS_OPEN * open_shards + 1)(lambda n: cache.open(shards[n]))
         self._sizes: dict[int, int] = {}
         self._announced: set[tuple[int, ...]] = set()
 
     def n_documents(self, shard: int) -> int:
         """Documents of a shard, held-out documents included. 0 for a skipped shard."""
-        name = self.name(shard)
+        name = self.shards[shard].name
         if name in self.skipped:
             return 0
         if shard not in self._sizes:
@@ -211,35 +200,24 @@ class OpenShards:
             self._sizes[shard] = len(documents)
         return self._sizes[shard]
 
-    def name(self, shard: int) -> str:
-        return self.shards[shard].name
-
     def document(self, shard: int, index: int) -> str | None:
         """A training document; None if the document is held out."""
         documents = self.documents(shard)
         if documents.header["bad"] is not None:
-            raise DataError(f"{self.name(shard)} was read before and is faulty now: {documents.header['bad']}")
-        return None if documents.place(index) < self.val_fraction else documents.text(index)
-
-    def documents(self, shard: int) -> Documents:
-        """All documents of a shard, held-out documents included."""
-        documents = self._open.pop(shard, None)
-        if documents is None:
-            documents = self._cache.open(self.shards[shard])
-            while len(self._open) >= self._n_open:
-                del self._open[next(iter(self._open))]  # the least recently used
-        self._open[shard] = documents
-        return documents
+            name = self.shards[shard].name
+            raise DataError(f"{name} was read before and is faulty now: {documents.header['bad']}")
+        is_held_out = documents.places[index : index + 1][0] < self.val_fraction
+        return None if is_held_out else documents.text(index)
 
     def held_out(self, shard: int) -> Iterator[str]:
         documents = self.documents(shard)
-        for index in np.flatnonzero(documents.places < self.val_fraction).tolist():
+        for index in np.flatnonzero(documents.places[:] < self.val_fraction).tolist():
             yield documents.text(index)
 
-    def training_bytes(self, shard: int) -> NDArray[np.int64]:
+    def training_bytes(self, shard: int) -> Ints:
         """Bytes of the training documents among the first 0, 1, 2, ... documents of a shard."""
         documents = self.documents(shard)
-        return np.append(0, np.where(documents.places < self.val_fraction, 0, documents.sizes()).cumsum())
+        return np.append(0, np.where(documents.places[:] < self.val_fraction, 0, documents.sizes()).cumsum())
 
     def soon(self, shards: Sequence[int]) -> None:
         """Fetches and decodes shards in the background. An error there comes again when a stream needs the shard."""
@@ -255,13 +233,9 @@ class OpenShards:
         threading.Thread(target=fetch, name="next shards", daemon=True).start()
 
 
-def write_documents(
-    directory: Path, texts: Iterable[str], problem: str | None = None, files: Sequence[str] = ()
-) -> None:
+def write_documents(directory: Path, texts: Iterable[str], files: Sequence[str], problem: str | None = None) -> None:
     """Writes the documents in their order, without empty ones. One document is in memory at a time.
-
-    problem: of a skipped shard, which has no documents. files: `Shard.checksums`.
-    """
+    files: `Shard.checksums`. problem: of a skipped shard, which has no documents."""
     ends, places, n_empty, size = [], [], 0, 0
     digest = hashlib.sha256()
     with (directory / "text.bin").open("wb") as file:
@@ -307,23 +281,15 @@ class Documents:
                 raise ValueError(f"{name} has {found} bytes, not {expected}")
         self._text = StoredNumbers(directory / "text.bin", "u1")
         self._ends = StoredNumbers(directory / "ends.bin", "<u8")
-        self._places = StoredNumbers(directory / "places.bin", "<f8")
+        self.places = StoredNumbers(directory / "places.bin", "<f8")  # of all documents, in [0, 1)
 
     def __len__(self) -> int:
         return len(self._ends)
 
-    @property
-    def places(self) -> NDArray[np.float64]:
-        """The places of all documents, in [0, 1)."""
-        return self._places[:]
-
-    def place(self, index: int) -> float:
-        return float(self._places[index : index + 1][0])
-
     def __iter__(self) -> Iterator[str]:
         return map(self.text, range(len(self)))
 
-    def sizes(self) -> NDArray[np.int64]:
+    def sizes(self) -> Ints:
         """Bytes of each document."""
         ends = np.append(0, self._ends[:]).astype(np.int64)
         return ends[1:] - ends[:-1]

@@ -35,9 +35,7 @@ def dtype_for(vocab_size: int) -> str:
 
 class ShardWriter:
     """Writes chunks into the shards of both splits, and finished shards into the journal.
-
-    position: (unit, number of its documents in the shards).
-    """
+    position: (unit, number of its documents in the shards)."""
 
     def __init__(self, directory: Path, journal: Journal, header: dict[str, Any]) -> None:
         """Goes on after the last entry of the journal if its shards are intact, else begins anew."""
@@ -112,26 +110,20 @@ class ShardWriter:
 
 
 class SplitWriter:
-    """Writes documents into `<stem>-00000.bin`, `<stem>-00000.idx`, ...
-
-    A shard ends with the document that brings it to `shard_tokens`, so no document is cut. Closed shards are synced to
-    the disk.
-    """
+    """Writes documents into `<stem>-00000.bin`, `<stem>-00000.idx`, ... A shard ends with the document that brings it
+    to `shard_tokens`, so no document is cut. Closed shards are synced to the disk."""
 
     def __init__(
         self, directory: Path, stem: str, dtype: str, shard_tokens: int, before: Sequence[dict[str, Any]] = ()
     ) -> None:
-        """before: entries of earlier shards to go on after. The last shard may be unfinished.
-
-        Raises ValueError or OSError if their files have changed.
-        """
+        """before: entries of earlier shards to go on after. The last shard may be unfinished. Raises ValueError or
+        OSError if their files have changed."""
         self._directory, self._stem = directory, stem
         self._dtype = np.dtype(dtype)
         self._shard_tokens = shard_tokens
         self._split_hash = hashlib.sha256()
         self._open: _OpenShard | None = None
-        self.shards: list[dict[str, Any]] = []
-        """The manifest's entries of closed shards."""
+        self.shards: list[dict[str, Any]] = []  # the manifest's entries of closed shards
         for entry in before:
             self._open = _OpenShard(directory / entry["file"], self._dtype.itemsize, entry, self._split_hash)
             if self._open.tokens >= shard_tokens:

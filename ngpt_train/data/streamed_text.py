@@ -8,13 +8,12 @@ it. A cursor is the beginning of its next row.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
@@ -28,7 +27,7 @@ from ngpt_train.data.sources import open_source
 from ngpt_train.data.sources.local_files import shards_of
 from ngpt_train.data.sources.source import Shard, Source, draw_sample
 from ngpt_train.data.tokenizers import load_tokenizer
-from ngpt_train.data.tokenizers.tokenizer import Ids, Tokenizer, with_eos
+from ngpt_train.data.tokenizers.tokenizer import Ids, Ints, Tokenizer, with_eos
 
 logger = logging.getLogger(__name__)
 
@@ -82,10 +81,8 @@ class StreamSettings:
         return [pieces[i] for i in keyed_order(len(pieces), self.seed, epoch, window)]
 
     def first_place(self, stream: int, epoch: int, window: int) -> int:
-        """The place of a stream's first piece in a window. The stream has every `n_streams`-th piece from there.
-
-        Each window draws anew which stream has the very first piece, so that no stream is short of pieces in all.
-        """
+        """The place of a stream's first piece in a window. The stream has every `n_streams`-th piece from there. Each
+        window draws anew which stream has the very first piece, so that no stream is short of pieces in all."""
         return (stream - keyed_hash(self.seed, epoch, window)) % self.n_streams
 
     def document_order(self, piece: Piece, epoch: int) -> list[int]:
@@ -97,8 +94,8 @@ class StreamSettings:
 class Start:
     """The start of all streams."""
 
-    cursors: NDArray[np.int64]  # (n_streams, 5)
-    rows: NDArray[np.int64]  # (n_streams,) given before
+    cursors: Ints  # (n_streams, 5)
+    rows: Ints  # (n_streams,) given before
     skipped: dict[str, str]  # problems of left out shards, by name
 
 
@@ -112,14 +109,12 @@ class StreamedText:
     settings: StreamSettings
     tokenizer: Tokenizer
 
-    def open(self, skipped: Mapping[str, str] | None = None) -> OpenShards:
+    def open(self, skipped: dict[str, str] | None = None) -> OpenShards:
         return OpenShards(self.cache, self.shards, self.val_fraction, self.settings.open_shards, skipped or {})
 
     def about_bytes(self) -> float:
-        """An estimate of the bytes of all text, held-out text included. Fetches nothing.
-
-        Decoded shards have a known size. The sizes of the others are scaled by the ratio of the decoded ones.
-        """
+        """An estimate of the bytes of all text, held-out text included. Fetches nothing. Decoded shards have a known
+        size. The sizes of the others are scaled by the ratio of the decoded ones."""
         found = {shard: self.cache.bytes_if_here(shard) for shard in self.shards}
         decoded = {shard: n_bytes for shard, n_bytes in found.items() if n_bytes}  # without skipped shards
         size = sum(shard.size for shard in decoded)
@@ -128,10 +123,10 @@ class StreamedText:
 
     def fetch(self, start: Start, share: Share) -> None:
         """Fetches and decodes the shards of a rank's first rows. Raises DataError."""
-        windows = Windows(self.open(start.skipped), self.settings)
+        text = self.open(start.skipped)
         for epoch, window in np.unique(start.cursors[share.streams(self.settings.n_streams), :2], axis=0).tolist():
-            for shard in windows.shards(epoch, window):
-                windows.text.n_documents(shard)
+            for shard in self.settings.shards(text.n_shards, epoch, window):
+                text.n_documents(shard)
 
 
 def open_streamed(config: Config, tokenizer: Tokenizer | None, on_main: OnMain) -> Dataset:
@@ -191,7 +186,7 @@ def _validation_tokens(config: Config, text: OpenShards, tokenizer: Tokenizer) -
     form = row_format(config, tokenizer.eos)
     rows, wanted = config.eval.rows, tokens_for_targets(config)
     takes_all = rows is None and wanted is None
-    ids: list[NDArray[np.integer]] = []
+    ids: list[Ids] = []
     n_tokens = n_documents = n_targets = full = 0
     enough = False
     faulty: list[str] = []
@@ -319,10 +314,8 @@ class Stream:
             (epoch, window), skip = self.windows.after(epoch, window), 0
 
     def documents(self, cursor: Cursor) -> Iterator[tuple[Cursor, Ids]]:
-        """(beginning, ids with eos at their end) of each training document from the cursor's document on.
-
-        Documents too short for a row are left out. Raises DataError if there are none for this stream.
-        """
+        """(beginning, ids with eos at their end) of each training document from the cursor's document on. Documents too
+        short for a row are left out. Raises DataError if there are none for this stream."""
         shortest = self.settings.form.shortest
         kind = f" of {shortest} tokens (model.source_context + 2)" if shortest else ""
         last = cursor.epoch  # the last epoch with a document for this stream
@@ -342,8 +335,8 @@ class Stream:
             return with_eos(self.tokenizer, text)
         except Exception as error:  # any error of the tokenizer's library
             raise DataError(
-                f"{self.text.name(shard)}, document {index} of those with text: the tokenizer {self.tokenizer.name} "
-                f"fails on it ({type(error).__name__}: {error}). Correct or remove the document"
+                f"{self.text.shards[shard].name}, document {index} of those with text: the tokenizer "
+                f"{self.tokenizer.name} fails on it ({type(error).__name__}: {error}). Correct or remove the document"
             ) from error
 
     def _check_epochs(self, last: int, epoch: int, kind: str = "") -> None:

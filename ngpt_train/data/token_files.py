@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ngpt_train.config.schema import Config, TokenizerConfig
 from ngpt_train.core.errors import DataError
@@ -26,7 +25,7 @@ from ngpt_train.data.chunks import STEMS
 from ngpt_train.data.dataset import AGAIN, Dataset, StoredNumbers, Tokens
 from ngpt_train.data.rows import with_rows
 from ngpt_train.data.tokenizers import known_vocabulary, load_tokenizer, possible_keys, read_tokenizer, tokenizer_key
-from ngpt_train.data.tokenizers.tokenizer import Tokenizer
+from ngpt_train.data.tokenizers.tokenizer import Ints, Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -67,15 +66,15 @@ def _open(path: Path, config: Config, hashes: FileHashes, tokenizer: Tokenizer |
     megatron = find_megatron(path)
     files = megatron or find_nanogpt(path, config.data.path)
     tokenizer = tokenizer or load_tokenizer(config.tokenizer)
+    splits: dict[str, tuple[Tokens, str]] = {}
     if megatron is not None:
         splits = open_megatron(files, tokenizer, hashes, config.data.val_fraction)
     else:
-        splits = open_nanogpt(files, tokenizer, hashes)
-    entry = {"kind": tokenizer.kind, "name": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eos": tokenizer.eos}
-    described = {split: {"tokens": len(tokens), "sha256": sha256} for split, (tokens, sha256) in splits.items()}
-    found = fingerprint(tokenizer.fingerprint, described)
-    source = {"kind": "nanogpt" if megatron is None else "megatron"}
-    manifest = {"source": source, "tokenizer": entry, "fingerprint": found, "splits": described}
+        for split, file in files.items():
+            ids, sha256 = _open_ids(file, np.dtype("<u2"), tokenizer, hashes)
+            splits[split] = (Tokens(split, path, [ids], tokenizer.eos), sha256)
+    found = fingerprint(tokenizer.fingerprint, {split: {"sha256": sha256} for split, (_, sha256) in splits.items()})
+    manifest = {"source": {"kind": "nanogpt" if megatron is None else "megatron"}}
     return Dataset(splits["train"][0], splits["validation"][0], tokenizer, found, path, manifest)
 
 
@@ -108,15 +107,6 @@ def find_nanogpt(directory: Path, given: str | None) -> dict[str, Path]:
     return files
 
 
-def open_nanogpt(files: dict[str, Path], tokenizer: Tokenizer, hashes: FileHashes) -> dict[str, tuple[Tokens, str]]:
-    """Each split, and the sha256 of its ids. Raises DataError for ids beyond the vocabulary."""
-    splits = {}
-    for split, file in files.items():
-        ids, sha256 = _open_ids(file, np.dtype("<u2"), tokenizer, hashes)
-        splits[split] = (Tokens(split, file.parent, [ids], tokenizer.eos), sha256)
-    return splits
-
-
 def find_megatron(path: Path) -> dict[str, Path] | None:
     """The pair of each split, without .bin and .idx. One pair for both splits has to be divided.
 
@@ -144,40 +134,31 @@ def find_megatron(path: Path) -> dict[str, Path] | None:
 def open_megatron(
     files: dict[str, Path], tokenizer: Tokenizer, hashes: FileHashes, val_fraction: float
 ) -> dict[str, tuple[Tokens, str]]:
-    """Each split, and a hash of its ids. The last documents of a single pair validate.
-
-    Raises DataError if files are damaged or of another tokenizer, or if a document does not end with eos.
-    """
+    """Each split, and a hash of its ids. The last documents of a single pair validate. Raises DataError if files are
+    damaged or of another tokenizer, or if a document does not end with eos."""
+    pairs = {prefix: _open_pair(prefix, tokenizer, hashes) for prefix in dict.fromkeys(files.values())}
     splits = {}
-    if files["train"] != files["validation"]:
-        for split, prefix in files.items():
-            ids, offsets, sha256 = _open_pair(prefix, tokenizer, hashes)
-            splits[split] = (Tokens(split, prefix, [ids], tokenizer.eos, [offsets]), sha256)
-        return splits
-    prefix = files["train"]
-    ids, offsets, sha256 = _open_pair(prefix, tokenizer, hashes)
-    n_documents = len(offsets) - 1
-    held_out = _held_out(n_documents, val_fraction)
-    if held_out >= n_documents:
-        raise DataError(
-            f"{_file(prefix, '.idx')}: of {n_documents} documents data.val_fraction={val_fraction} leaves none for "
-            f"training; lower it, or make the validation split a pair of its own, {prefix.name}_val, beside "
-            f"{prefix.name}_train"
-        )
-    bounds = {"train": (0, n_documents - held_out), "validation": (n_documents - held_out, n_documents)}
-    for split, (first, last) in bounds.items():
-        start, end = int(offsets[first]), int(offsets[last])
-        own = offsets[first : last + 1] - start
-        tokens = Tokens(split, prefix, [ids.between(start, end)], tokenizer.eos, [own])
-        splits[split] = (tokens, canonical_hash([sha256, start, end]))
+    for split, prefix in files.items():
+        ids, offsets, sha256 = pairs[prefix]
+        if len(pairs) == 1:
+            n_documents = len(offsets) - 1
+            cut = n_documents - _held_out(n_documents, val_fraction)
+            if cut <= 0:
+                raise DataError(
+                    f"{_file(prefix, '.idx')}: of {n_documents} documents data.val_fraction={val_fraction} leaves none "
+                    f"for training; lower it, or make the validation split a pair of its own, {prefix.name}_val, "
+                    f"beside {prefix.name}_train"
+                )
+            offsets = offsets[: cut + 1] if split == "train" else offsets[cut:]
+            start, end = int(offsets[0]), int(offsets[-1])
+            ids, offsets, sha256 = ids.between(start, end), offsets - start, canonical_hash([sha256, start, end])
+        splits[split] = (Tokens(split, prefix, [ids], tokenizer.eos, [offsets]), sha256)
     return splits
 
 
 def count_tokens(config: Config) -> int:
-    """Tokens of the training split of `data.path`, from a manifest, file sizes or Megatron's index alone.
-
-    Raises DataError if there are no such files.
-    """
+    """Tokens of the training split of `data.path`, from a manifest, file sizes or Megatron's index alone. Raises
+    DataError if there are no such files."""
     path, val_fraction = Path(config.data.path or "").expanduser(), config.data.val_fraction
     if (path / MANIFEST).exists():
         return int(read_manifest(path)["splits"]["train"]["tokens"])
@@ -194,7 +175,7 @@ def _held_out(n_documents: int, val_fraction: float) -> int:
     return max(1, round(val_fraction * n_documents))
 
 
-def _open_pair(prefix: Path, tokenizer: Tokenizer, hashes: FileHashes) -> tuple[StoredNumbers, NDArray[np.int64], str]:
+def _open_pair(prefix: Path, tokenizer: Tokenizer, hashes: FileHashes) -> tuple[StoredNumbers, Ints, str]:
     """The ids; the start of each document, and the end of the last; the sha256 of the ids."""
     index, path = _file(prefix, ".idx"), _file(prefix, ".bin")
     try:
@@ -225,7 +206,7 @@ def _open_pair(prefix: Path, tokenizer: Tokenizer, hashes: FileHashes) -> tuple[
     return ids, offsets, sha256
 
 
-def _read_index(index: Path, n_bytes: int) -> tuple[np.dtype, NDArray[np.int64]]:
+def _read_index(index: Path, n_bytes: int) -> tuple[np.dtype, Ints]:
     """The type of the ids, and the document bounds as numbers of ids. n_bytes: size of the ids' file."""
     data = np.memmap(index, np.uint8, mode="r") if index.stat().st_size else np.empty(0, np.uint8)
     if len(data) < HEADER.size or not _has_magic(index):

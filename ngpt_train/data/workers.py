@@ -21,14 +21,14 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ngpt_train.config.schema import DataConfig
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.launcher import end_with_parent
 from ngpt_train.data.loader import Reader, ReaderState, Share
 from ngpt_train.data.rows import Batch
 from ngpt_train.data.streamed_text import Cursor, Start, Stream, StreamedText, Windows
-from ngpt_train.data.tokenizers.tokenizer import Ids
+from ngpt_train.data.tokenizers.tokenizer import Ids, Ints
 
 SENT_TOKENS = 65_536  # tokens of a worker's block; the first blocks are smaller
 POLL_SECONDS = 1.0
@@ -65,33 +65,26 @@ class StreamReader(Reader):
     """This rank's rows of a streamed text, and the cursors after the rows taken so far.
 
     numbers: the endless numbers of the rank's rows in order. Row n is of stream n mod n_streams.
-    workers: number of processes; 0 tokenizes in this process. prefetch: blocks that a worker may be ahead.
+    data.workers: number of processes; 0 tokenizes in this process. data.prefetch: blocks that a worker may be ahead.
     on_wait: is called every second with the seconds of the current wait for a worker, and may raise.
     """
 
     def __init__(
-        self,
-        text: StreamedText,
-        numbers: Iterable[int],
-        start: Start,
-        share: Share,
-        workers: int,
-        prefetch: int,
-        on_wait: OnWait = lambda seconds: None,
+        self, text: StreamedText, numbers: Iterable[int], start: Start, share: Share, data: DataConfig, on_wait: OnWait
     ) -> None:
         self._form, self._n_streams = text.settings.form, text.settings.n_streams
         owned = share.streams(self._n_streams)
         self._cursors = np.full_like(start.cursors, -1)
         self._cursors[owned] = start.cursors[owned]
         self._skipped = dict(start.skipped)
-        self._worker_of = {stream: place % max(1, workers) for place, stream in enumerate(owned)}
-        self._streams = Streams(text, start) if workers == 0 else None
+        self._worker_of = {stream: place % max(1, data.workers) for place, stream in enumerate(owned)}
+        self._streams = Streams(text, start) if data.workers == 0 else None
         self._workers = [
-            Worker(text, numbers, {s for s in owned if self._worker_of[s] == w}, start, prefetch, on_wait)
-            for w in range(min(workers, len(owned)))
+            Worker((text, numbers, {s for s in owned if self._worker_of[s] == w}, start), data.prefetch, on_wait)
+            for w in range(min(data.workers, len(owned)))
         ]
 
-    def take(self, numbers: NDArray[np.int64]) -> Batch:
+    def take(self, numbers: Ints) -> Batch:
         ids = np.empty((len(numbers), self._form.context + 1), np.int64)
         for row, number in zip(ids, numbers.tolist(), strict=True):
             stream = number % self._n_streams
@@ -109,23 +102,15 @@ class StreamReader(Reader):
 
 
 class Worker:
-    """A process that makes rows of `streams`."""
+    """A process that makes rows. arguments: of `_make_rows`, without its queue."""
 
-    def __init__(
-        self,
-        text: StreamedText,
-        numbers: Iterable[int],
-        streams: set[int],
-        start: Start,
-        prefetch: int,
-        on_wait: OnWait,
-    ) -> None:
+    def __init__(self, arguments: tuple[Any, ...], prefetch: int, on_wait: OnWait) -> None:
         self._on_wait = on_wait
         # Not forked: a child of a process with threads, or with a GPU, may hang.
         context = multiprocessing.get_context("spawn")
         self._queue: Any = context.Queue(prefetch)
         self._process = context.Process(
-            target=_make_rows, args=(text, numbers, streams, start, self._queue), name="data worker", daemon=True
+            target=_make_rows, args=(*arguments, self._queue), name="data worker", daemon=True
         )
         # Ctrl-C reaches the whole terminal, and SIGTERM often all processes of a job. A worker inherits the blocked
         # signals: the trainer may need more rows to end its step, and stops its workers itself.
@@ -153,7 +138,7 @@ class Worker:
         self._block = zip(ids, cursors, strict=True)
         return next(self._block)
 
-    def _receive(self) -> tuple[Ids, NDArray[np.int64], dict[str, str]]:
+    def _receive(self) -> tuple[Ids, Ints, dict[str, str]]:
         began = time.monotonic()
         while True:
             try:
@@ -162,7 +147,11 @@ class Worker:
                 self._on_wait(time.monotonic() - began)
                 continue
             if item is None:
-                raise self._died()
+                self._process.join(10)
+                raise DataError(
+                    f"a data worker ended without a word (exit code {self._process.exitcode}; -9 is often a lack of "
+                    "memory); run the same command again, or with data.workers=0 to see more"
+                )
             if isinstance(item, Exception):
                 raise item
             return item
@@ -182,13 +171,6 @@ class Worker:
                     self._received.put(item, timeout=POLL_SECONDS)
                     break
 
-    def _died(self) -> DataError:
-        self._process.join(10)
-        return DataError(
-            f"a data worker ended without a word (exit code {self._process.exitcode}; -9 is often a lack of memory); "
-            "run the same command again, or with data.workers=0 to see more"
-        )
-
     def close(self) -> None:
         self._closed.set()
         self._kill()
@@ -197,6 +179,7 @@ class Worker:
 
 
 def _make_rows(text: StreamedText, numbers: Iterable[int], streams: set[int], start: Start, rows: Any) -> None:
+    """Runs in the process: puts blocks of rows of `streams` into the queue `rows`."""
     end_with_parent()
     made: list[tuple[Ids, Cursor]] = []
 

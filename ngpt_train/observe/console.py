@@ -16,9 +16,7 @@ SHOWN = ("train", "eval", "tasks", "sample")
 
 class Clock:
     """Estimates the seconds to the end of this start, from recent step times.
-
-    stop_at: the last step of this start; None: total_steps.
-    """
+    stop_at: the last step of this start; None: total_steps."""
 
     def __init__(self, total_steps: int, stop_at: int | None = None) -> None:
         self.total_steps = total_steps
@@ -55,9 +53,7 @@ def format_seconds(seconds: float) -> str:
 
 def describe_train(record: dict[str, Any], eta: float) -> str:
     """`loss 4.1234  mean 4.1301  lr 1.9e-02  grad 0.81  12.3k tok/s  mfu 31.2%  eta 3m12s`, mfu only if it is known.
-
-    mean: loss_mean, the mean loss since the last record.
-    """
+    mean: loss_mean, the mean loss since the last record."""
     parts = [
         f"loss {record['loss']:.4f}",
         f"mean {record['loss_mean']:.4f}",
@@ -127,14 +123,14 @@ class PlainConsole(Sink):
         self.message(f"end: {reason}")
 
 
-class LiveConsole(Sink):
+class LiveConsole(PlainConsole):
     """A progress bar at the foot of the terminal; validations and messages scroll above it."""
 
     def __init__(self, clock: Clock, resume_step: int) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        self.clock = clock
+        super().__init__(clock)
         # The bar is drawn with each record, not by a thread, which would take time from training.
         self._progress = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
@@ -149,10 +145,8 @@ class LiveConsole(Sink):
         self._progress.refresh()
 
     def log(self, record: dict[str, Any]) -> None:
-        if record["kind"] not in SHOWN:
-            return
         if record["kind"] != "train":
-            self.message(describe(record, self.clock))
+            super().log(record)
             return
         eta = self.clock.remaining(record["step"], record["step_time"])
         self._progress.update(self._task, completed=record["step"], description=describe_train(record, eta))
@@ -171,7 +165,7 @@ class LogFile(PlainConsole):
     """Appends plain lines to a file, each with its time."""
 
     def __init__(self, path: Path, clock: Clock) -> None:
-        self.clock = clock
+        super().__init__(clock)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
 
@@ -187,7 +181,7 @@ class LogFile(PlainConsole):
         self._file.close()
 
 
-def console_sink(clock: Clock, resume_step: int | None) -> PlainConsole | LiveConsole:
+def console_sink(clock: Clock, resume_step: int | None) -> PlainConsole:
     """A live console if the terminal of standard output can redraw a line, else a plain one."""
     if sys.stdout.isatty():
         from rich.console import Console  # here: it takes a tenth of a start

@@ -35,10 +35,8 @@ DENSE_PEAKS = [
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Peak FLOP/s of the device's matrix products in `dtype`; None if it is not known.
-
-    Only bf16 and fp16, which agree, are listed: the peak of fp32 products depends on whether TF32 is on.
-    """
+    """Peak FLOP/s of the device's matrix products in `dtype`; None if it is not known. Only bf16 and fp16, which agree,
+    are listed: the peak of fp32 products depends on whether TF32 is on."""
     if dtype not in (torch.bfloat16, torch.float16):
         return None
     return next((peak for name, peak in DENSE_PEAKS if re.fullmatch(name, device_name)), None)
@@ -65,20 +63,11 @@ class Meter:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         peak = peak_flops(name, dtype)
         self.peak = None if peak is None else peak * world_size  # FLOP/s of all ranks
-        self._start_window()
-
-    def _start_window(self) -> None:
-        self._steps = 0
-        self._tokens = 0
-        self._step_seconds = 0.0
-        self._data_seconds = 0.0
+        self._steps: list[tuple[float, float, int]] = []  # arguments of `step` since the last reading
 
     def step(self, seconds: float, data_seconds: float, tokens: int) -> None:
         """Adds a step. seconds: of the whole step, its wait for data (data_seconds) included. tokens: of all ranks."""
-        self._steps += 1
-        self._step_seconds += seconds
-        self._data_seconds += data_seconds
-        self._tokens += tokens
+        self._steps.append((seconds, data_seconds, tokens))
 
     def read(self) -> dict[str, float | None]:
         """The metrics of the steps since the last call; there must be one. Starts the next window.
@@ -86,24 +75,22 @@ class Meter:
         tokens_per_s: of all ranks. step_time, data_time: seconds per step. mfu: a fraction, None if the peak is not
         known. memory_gb: the peak of this rank since the start.
         """
-        assert self._steps > 0, "nothing measured since the last reading"
-        tokens_per_s = self._tokens / self._step_seconds
-        metrics = {
+        steps, self._steps = self._steps, []
+        assert steps, "nothing measured since the last reading"
+        seconds, data_seconds, tokens = map(sum, zip(*steps, strict=True))
+        tokens_per_s = tokens / seconds
+        return {
             "tokens_per_s": tokens_per_s,
             "mfu": None if self.peak is None else self.flops_per_token * tokens_per_s / self.peak,
-            "step_time": self._step_seconds / self._steps,
-            "data_time": self._data_seconds / self._steps,
+            "step_time": seconds / len(steps),
+            "data_time": data_seconds / len(steps),
             "memory_gb": peak_memory_gb(self.device),
         }
-        self._start_window()
-        return metrics
 
 
 class Profiler(Hook):
-    """Writes the trace of steps 4 to 6 of this start to `directory/rank_<r>.json`.
-
-    Perfetto and chrome://tracing open the trace. It leaves out the first steps, which compile and warm up.
-    """
+    """Writes the trace of steps 4 to 6 of this start to `directory/rank_<r>.json`. Perfetto and chrome://tracing open
+    the trace. It leaves out the first steps, which compile and warm up."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

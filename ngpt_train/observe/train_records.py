@@ -11,9 +11,7 @@ from ngpt_train.training.loop import Hook, TrainingRun, due
 
 class TrainRecords(Hook):
     """Logs a train record every logging.every steps: docs/records.md has its fields.
-
-    epoch_rows: rows of an epoch by source ("" without a mixture), on rank 0 alone.
-    """
+    epoch_rows: rows of an epoch by source ("" without a mixture), on rank 0 alone."""
 
     def __init__(self, meter: Meter, epoch_rows: Mapping[str, float]) -> None:
         self._meter, self._epoch_rows = meter, epoch_rows

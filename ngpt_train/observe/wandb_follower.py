@@ -23,10 +23,8 @@ FINAL = {"train": ("loss_mean",), "eval": ("loss", "ppl", "bits_per_byte"), "tas
 
 @contextlib.contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Ends this process, with its stack in the log, if the body of the `with` takes longer than `seconds`.
-
-    After an exception the clock keeps running, so that it also bounds the exit that follows.
-    """
+    """Ends this process, with its stack in the log, if the body of the `with` takes longer than `seconds`. After an
+    exception the clock keeps running, so that it also bounds the exit that follows."""
     faulthandler.dump_traceback_later(seconds, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
@@ -59,10 +57,8 @@ def start(job: dict[str, Any]) -> Any:
 
 
 def hand_over(lines: IO[bytes], run: Any) -> dict[str, float]:
-    """Logs the complete lines from the file's position on, and leaves the position after them.
-
-    Returns the last losses among them, for the run's summary.
-    """
+    """Logs the complete lines from the file's position on, and leaves the position after them. Returns the last losses
+    among them, for the run's summary."""
     final: dict[str, float] = {}
     while True:
         position = lines.tell()

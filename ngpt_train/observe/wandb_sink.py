@@ -16,7 +16,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,33 +29,26 @@ OFFLINE_START_SECONDS = 30.0  # without the network, only a broken installation 
 
 
 class WandbSink(Sink):
-    """Starts a follower, which logs new lines of the file `metrics` to wandb.
+    """Starts a follower, which logs new lines of run_dir/metrics.jsonl to wandb.
 
-    config, summary: for wandb to show; secrets in them, and in the settings, are redacted. online: True if wandb talks
+    shown: the run's config and summary; secrets in them, and in the settings, are redacted. online: True if wandb talks
     to its server. say: takes one line for people. All files are below run_dir; wandb's prints, and its traceback if it
     fails, are in logs/wandb.log.
     """
 
     def __init__(
-        self,
-        settings: WandbConfig,
-        online: bool,
-        run_dir: Path,
-        metrics: Path,
-        config: dict[str, Any],
-        say: Callable[[str], None],
-        summary: Mapping[str, Any] | None = None,
+        self, settings: WandbConfig, online: bool, run_dir: Path, shown: dict[str, Any], say: Callable[[str], None]
     ) -> None:
         self._say = say
         self._timeout = settings.timeout
         self._log_path = run_dir / "logs" / "wandb.log"
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         self._sync_command = f"wandb sync {run_dir}/wandb/*run-*"
-        shown = {name: getattr(settings, name) for name in ("group", "tags", "notes", "entity")}
-        shown |= {"name": settings.name or run_dir.name, "project": settings.project or PROJECT}
-        shown |= {"config": config, "summary": dict(summary or {})}
+        named = {name: getattr(settings, name) for name in ("group", "tags", "notes", "entity")}
+        named |= {"name": settings.name or run_dir.name, "project": settings.project or PROJECT}
+        metrics = run_dir / "metrics.jsonl"
         self._job = {
-            **redacted(shown),
+            **redacted(named | shown),
             "id": _run_id(run_dir),
             "run_dir": str(run_dir),
             "trainer_pid": os.getpid(),
@@ -74,7 +67,7 @@ class WandbSink(Sink):
         with self._log_path.open("ab") as log:
             # In a session of its own the follower gets neither Ctrl-C nor torchrun's signals, which would end it before
             # it has read all records.
-            self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+            self._process: Any = subprocess.Popen(  # None once it has ended
                 [sys.executable, "-m", "ngpt_train.observe.wandb_follower"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -88,8 +81,6 @@ class WandbSink(Sink):
         self._send(json.dumps({**self._job, "online": online, "start_timeout": start_timeout}, default=str))
 
     def _send(self, line: str) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the follower has ended, which _check_follower will report
             self._process.stdin.write(line.encode() + b"\n")
 
@@ -98,7 +89,6 @@ class WandbSink(Sink):
         if self._process is None:
             return
         status = self._process.poll()  # before the read, so that the last messages are not missed
-        assert self._process.stdout is not None
         for line in (self._process.stdout.read() or b"").decode(errors="replace").splitlines():
             kind, _, text = line.partition(" ")
             if kind == "failed":
@@ -129,9 +119,6 @@ class WandbSink(Sink):
             )
 
     def _release(self) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
         self._process = None

@@ -14,7 +14,6 @@ from ngpt_train.analysis import token_classes
 from ngpt_train.analysis.probe_losses import report
 from ngpt_train.analysis.probe_page import class_rows, sign, write_page
 from ngpt_train.analysis.run_contents import names_of
-from ngpt_train.analysis.token_classes import pieces_of
 from ngpt_train.config.places import make_directory
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.data import mixture_of
@@ -25,7 +24,7 @@ from ngpt_train.core.secrets import command_of, redacted
 from ngpt_train.data import open_dataset
 from ngpt_train.data.dataset import Dataset, Tokens
 from ngpt_train.data.rows import rows_of
-from ngpt_train.data.tokenizers.tokenizer import tokenizer_identity
+from ngpt_train.data.tokenizers.tokenizer import pieces_of, tokenizer_identity
 from ngpt_train.distributed.world import World, join_world
 from ngpt_train.evaluation.restore import Restored, check_overrides, named, restore
 from ngpt_train.evaluation.validation import Evaluations, Validation, target_counts

@@ -27,7 +27,7 @@ from ngpt_train.distributed.world import World, join_world, resolve_device
 from ngpt_train.evaluation.in_training import tasks_of
 from ngpt_train.evaluation.trust import note_names
 from ngpt_train.evaluation.validation import Evaluations
-from ngpt_train.observe import build_sinks
+from ngpt_train.observe.sinks import build_sinks
 from ngpt_train.observe.telemetry.collector import Telemetry
 from ngpt_train.optim.optimizer import round_to_bf16_
 from ngpt_train.report.ended_runs import plot_run

@@ -149,7 +149,7 @@ def batch(name: str, step: int, what: str) -> tuple[Tensor, ...]:
     if what == "pairs":
         draw = np.random.default_rng(step)
         sides = [[draw.integers(1, SIZE.vocab_size, draw.integers(1, 14)) for _ in range(ROWS)] for _ in range(2)]
-        rows = PairRows(Pairs("train", Path(), 0, sides[0], sides[1])).batch(np.arange(ROWS))
+        rows = PairRows(Pairs("train", Path(), 0, list(zip(*sides, strict=True)))).batch(np.arange(ROWS))
         return tuple(torch.from_numpy(part) for part in rows)
     if ARCHITECTURES[name].has_encoder:
         return padded_rows(ROWS, CONTEXT, SIZE, seed=step)

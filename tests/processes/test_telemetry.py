@@ -55,10 +55,9 @@ def alone(state: TrainState, witness: Witness) -> dict[str, list[float]]:
     telemetry.before_step(one, [witness.row])
     scores = telemetry._scores
     numbers = scores.after_update()
-    n = len(numbers.largest)
     return {
-        place: [float(numbers.largest[i]), float(numbers.summed[i]), float(numbers.summed[n + i])]
-        for i, place in enumerate(scores._largest)
+        place: [float(numbers.largest[i]), *numbers.summed[2 * i : 2 * i + 2].tolist()]
+        for i, place in enumerate(scores._found)
     }
 
 

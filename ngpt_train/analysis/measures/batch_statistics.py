@@ -6,28 +6,19 @@ sigma_B, psi_B for the batch. sigma = sqrt(variance + eps) and psi = sqrt(mean s
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ngpt_train.analysis.measures.of_run import (
-    BatchGap,
-    Curve,
-    NoMeaning,
-    OfRun,
-    as_values,
-    by_layer,
-    named_curve,
-    some,
-    zipped,
-)
+from ngpt_train.analysis.measures.of_run import Curve, NoMeaning, OfRun, as_values, by_layer, named_curve, some, zipped
 from ngpt_train.core.constants import IGNORED
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.weights import canonical
+from ngpt_train.observe.telemetry.batch_distances import MEAN_SQUARES, SYMBOLS, in_symbols
 
-SQUARES = {"variance": "sigma", "psi_squared": "psi"}  # a running mean of squares -> the symbol of its root
 KINDS = ("norm_attn", "norm_post_attn", "norm_mlp", "norm_post_mlp", "norm_cross")
 
 
@@ -48,8 +39,9 @@ def gradient_term(dL_dY: Tensor, X_hat: Tensor | None, gamma: Tensor, root: Tens
     return float(torch.linalg.vector_norm(term)) / len(term)
 
 
-def batch_gaps(model: Decoder, batches: Sequence[Sequence[Tensor]], step: int) -> list[BatchGap]:
-    """The norms over the batch, in the order of the forward pass, at each batch.
+def batch_gaps(model: Decoder, batches: Sequence[Sequence[Tensor]], step: int) -> list[dict[str, dict[str, float]]]:
+    """For each batch, the distances and gradient terms by name at each norm over the batch, by its canonical name, in
+    the order of the forward pass.
 
     Each batch goes through the model as in a training step after `step` steps, but without dropout; weights and running
     statistics stay. Distances are between mu_B and mu, sigma_B and sigma, sigma_B^2 and sigma^2, psi_B and psi, psi_B^2
@@ -57,16 +49,16 @@ def batch_gaps(model: Decoder, batches: Sequence[Sequence[Tensor]], step: int) -
     itself has no such term: its backward pass takes nu in its place.
     """
     norms = {canonical(place): module for place, module in model.named_modules() if hasattr(module, "on_batch")}
-    found: list[BatchGap] = []
+    found = []
     model.eval()
     for norm in norms.values():
         norm.train()  # the norms alone: dropout stays off
-    for number, batch in enumerate(batches):
+    for batch in batches:
         n_targets = max(1, int((batch[1] != IGNORED).sum()))
         with _unchanged(model), _watched(norms) as seen:
             model.begin_step_(step, torch.tensor(1 / n_targets, device=batch[0].device))
             (model.loss(*batch)[0] / n_targets).backward()
-        found += [BatchGap(number, name, values) for name, values in seen.items()]
+        found.append(seen)
         model.zero_grad()
     model.eval()
     return found
@@ -84,37 +76,32 @@ def _unchanged(model: Decoder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _watched(norms: Mapping[str, Any]) -> Iterator[dict[str, dict[str, float]]]:
-    """The values of BatchGap by norm, in the order of the calls; gradient terms come with the backward pass."""
+    """The values of a batch by norm, in the order of the calls; gradient terms come with the backward pass."""
     seen: dict[str, dict[str, float]] = {}
-    handles = []
 
-    def watch(name: str, norm: Any) -> None:
-        def forward(_: Any, arguments: Any, output: Any) -> None:
-            (x, valid, *_), (Y, batch) = arguments, output
-            if batch is None:
-                return
-            kept = slice(None) if valid is None else valid.to(torch.bool)
-            X = norm.group_scaled(x.detach().to(norm.gain.dtype))[kept].reshape(-1, x.shape[-1])
-            seen[name] = compared(norm, batch.values)
-            if "psi_squared" in norm.statistics() and "nu" in norm.statistics():
-                return  # PowerNorm
-            mu_B = batch.values[0] if len(batch.values) > 1 else None
-            root = norm.root(batch.values[-1])
+    def forward(name: str, norm: Any, arguments: Any, output: Any) -> None:
+        (x, valid, *_), (Y, batch) = arguments, output
+        if batch is None:
+            return
+        kept = slice(None) if valid is None else valid.to(torch.bool)
+        X = norm.group_scaled(x.detach().to(norm.gain.dtype))[kept].reshape(-1, x.shape[-1])
+        seen[name] = compared(norm, batch.values)
+        if "psi_squared" in norm.statistics() and "nu" in norm.statistics():
+            return  # PowerNorm
+        mu_B = batch.values[0] if len(batch.values) > 1 else None
+        root = norm.root(batch.values[-1])
 
-            def backward(dL_dY: Tensor) -> None:
-                g = dL_dY[kept].reshape(-1, x.shape[-1])
-                if mu_B is not None:
-                    seen[name]["g_mu"] = gradient_term(g, None, norm.gain, root)
-                symbol = "psi" if mu_B is None else "sigma"
-                X_hat = (X if mu_B is None else X - mu_B) / root
-                seen[name][f"g_{symbol}_squared"] = gradient_term(g, X_hat, norm.gain, root)
+        def backward(dL_dY: Tensor) -> None:
+            g = dL_dY[kept].reshape(-1, x.shape[-1])
+            if mu_B is not None:
+                seen[name]["g_mu"] = gradient_term(g, None, norm.gain, root)
+            symbol = "psi" if mu_B is None else "sigma"
+            X_hat = (X if mu_B is None else X - mu_B) / root
+            seen[name][f"g_{symbol}_squared"] = gradient_term(g, X_hat, norm.gain, root)
 
-            Y.register_hook(backward)
+        Y.register_hook(backward)
 
-        handles.append(norm.register_forward_hook(forward))
-
-    for name, norm in norms.items():
-        watch(name, norm)
+    handles = [norm.register_forward_hook(partial(forward, name)) for name, norm in norms.items()]
     try:
         yield seen
     finally:
@@ -128,15 +115,11 @@ def compared(norm: Any, values: Sequence[Tensor]) -> dict[str, float]:
     found = {}
     # The model moves the running statistics after the block, so this batch is not in them yet.
     for (name, running), value in zip(norm.statistics().items(), values, strict=False):
-        if name in SQUARES:
-            found[SQUARES[name]] = distance(norm.root(value), norm.root(running))
-            found[f"{SQUARES[name]}_squared"] = distance(value, running)
-        else:
-            found[name] = distance(value, running)
+        symbol = SYMBOLS.get(name, name)
+        found[symbol] = distance(in_symbols(norm, name, value), in_symbols(norm, name, running))
+        if name in MEAN_SQUARES:
+            found[f"{symbol}_squared"] = distance(value, running)
     return found
-
-
-# Figures
 
 
 def over_batches(run: OfRun, names: Sequence[str]) -> list[Curve]:
@@ -147,16 +130,13 @@ def over_batches(run: OfRun, names: Sequence[str]) -> list[Curve]:
     if run.batches is None:
         raise NoMeaning(run.no_rows)
     gaps = run.batches
-    first = gaps[0].norm
+    first, *_ = gaps[0]
     curves = []
     for name in names:
-        if name not in gaps[0].values:
+        if name not in gaps[0][first]:
             continue
-        here = [(gap.batch, gap.values[name]) for gap in gaps if gap.norm == first]
-        curves.append(Curve(name, "", *zipped(here), kind="points"))
-        by_norm: dict[str, list[float]] = {}
-        for gap in gaps:
-            by_norm.setdefault(gap.norm, []).append(gap.values[name])
+        curves.append(Curve(name, "", *zipped([(n, gap[first][name]) for n, gap in enumerate(gaps)]), kind="points"))
+        by_norm = {norm: [gap[norm][name] for gap in gaps] for norm in gaps[0]}
         for kind in KINDS:
             for stack, layers in by_layer(by_norm, kind).items():
                 x, all_values = as_values(list(layers)), np.array(list(layers.values()))  # (layers, batches)
@@ -165,22 +145,3 @@ def over_batches(run: OfRun, names: Sequence[str]) -> list[Curve]:
                     variance = all_values.var(axis=1, ddof=1)
                     curves.append(Curve(f"{name}_variance", named_curve(stack, kind), x, variance))
     return some(curves, f"has a norm over the batch, but {' and '.join(names)} are not among its statistics")
-
-
-def figure_2(run: OfRun) -> list[Curve]:
-    """PowerNorm, figure 2: dist(mu_B, mu) = ||mu_B - mu|| / d and dist(sigma_B^2, sigma^2) of BatchNorm, and
-    dist(sigma_B, sigma); of the first norm over the batches, and of each layer the mean and variance over them."""
-    return over_batches(run, ("mu", "sigma_squared", "sigma"))
-
-
-def figure_3(run: OfRun) -> list[Curve]:
-    """PowerNorm, figure 3: g_mu = ||gamma / (sigma_B B) sum_j dL/dy_j|| / d, and g_sigma^2 with dL/dy_j x_hat_j in the
-    sum (eq. 3), of BatchNorm; L is the mean loss of the batch."""
-    return over_batches(run, ("g_mu", "g_sigma_squared"))
-
-
-def figure_4(run: OfRun) -> list[Curve]:
-    """PowerNorm, figure 4: dist(sigma_B, sigma) and dist(psi_B, psi), ||x_B - x|| / d, and those of the squares; the
-    gradient's terms g_sigma^2 (eq. 3) and g_psi^2 = ||gamma / (psi_B B) sum_j dL/dy_j x_hat_j|| / d (eq. 6)."""
-    names = ("sigma", "psi", "sigma_squared", "psi_squared", "g_sigma_squared", "g_psi_squared")
-    return over_batches(run, names)

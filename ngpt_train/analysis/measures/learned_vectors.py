@@ -1,6 +1,6 @@
 """Learned vectors: nGPT's figures 6 and 14, NormFormer's 4 and 6, TnT's 3 and 4."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,6 +23,7 @@ from ngpt_train.analysis.measures.of_run import (
 BINS = 100  # of a histogram, over the values of all runs
 RATES = ("alpha_attn", "alpha_mlp")
 SCALES = ("s_u", "s_v", "s_qk")
+ADDED = ("norm_ffn", "norm_post_attn", "head_scale")
 QUARTERS = {"least": 0.0, "lower quarter": 0.25, "median": 0.5, "upper quarter": 0.75, "largest": 1.0}
 
 
@@ -61,10 +62,8 @@ def figure_14(run: OfRun) -> list[Curve]:
 
 
 def histograms(curves: Mapping[str, list[Curve]]) -> dict[str, list[Curve]]:
-    """Replaces values by their density, for each run: the share of its entries in a bin divided by the bin's width.
-
-    A panel has the same BINS equal bins for all runs, from the least to the largest value of any run.
-    """
+    """Replaces values by their density, for each run: the share of its entries in a bin divided by the bin's width. A
+    panel has the same BINS equal bins for all runs, from the least to the largest value of any run."""
     panels = {curve.panel for found in curves.values() for curve in found}
     edges: dict[str, Values] = {}
     for panel in panels:
@@ -87,11 +86,9 @@ def _density(curve: Curve, edges: Values) -> Curve:
     return Curve(curve.panel, curve.name, middle, counts / counts.sum() / width, edges=edges)
 
 
-# TnT
-
-
-def tnt(run: OfRun, *names: str) -> list[Curve]:
-    """Means of vectors at each layer of encoder and decoder, effective and as stored."""
+def tnt(run: OfRun, names: Sequence[str]) -> list[Curve]:
+    """Means of vectors at each layer of encoder and decoder, effective and as stored. The paper's values of alpha, 0.02
+    to 0.27 around 1 / sqrt(d_model) = 0.03, look like stored values; effective values are stored * init / scale."""
     if not any(path.startswith("encoder.") for path in run.in_use) or not by_layer(run.in_use, "alpha_attn"):
         raise NoMeaning("is no encoder-decoder with eigen learning rates and scaling factors")
     curves = []
@@ -103,28 +100,11 @@ def tnt(run: OfRun, *names: str) -> list[Curve]:
     return curves
 
 
-def tnt_figure_3(run: OfRun) -> list[Curve]:
-    """TnT, figure 3: the mean of |alpha| of attention, cross-attention and MLP at each layer of encoder and decoder.
-
-    The paper's values, 0.02 to 0.27 around 1 / sqrt(d_model) = 0.03, look like stored values; effective values are
-    stored * init / scale.
-    """
-    return tnt(run, "alpha_attn", "alpha_cross", "alpha_mlp")
-
-
-def tnt_figure_4(run: OfRun) -> list[Curve]:
-    """TnT, figure 4: the mean of s_qk, s_u and s_v at each layer of encoder and decoder."""
-    return tnt(run, "s_qk", "s_u", "s_v")
-
-
-# NormFormer
-
-
 def normformer_figure_4(run: OfRun) -> list[Curve]:
     """NormFormer, figure 4: how the entries of three learned vectors are distributed at each layer: the gains of the
     LayerNorm in the MLP and of that after attention, and gamma of HeadScale. Quantiles, linear between entries."""
     curves = []
-    for name in ("norm_ffn", "norm_post_attn", "head_scale"):
+    for name in ADDED:
         for stack, layers in by_layer(run.in_use, name).items():
             quantiles = np.array([np.quantile(as_values(v), list(QUARTERS.values())) for v in layers.values()])
             for said, values in zip(QUARTERS, quantiles.T, strict=True):

@@ -1,12 +1,13 @@
 """Figures over steps, from the telemetry records of runs (docs/telemetry.md), while they train or after."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ngpt_train.analysis.measures.batch_statistics import KINDS
 from ngpt_train.analysis.measures.gradient_norms import PARAMETERS, SECOND
+from ngpt_train.analysis.measures.learned_vectors import ADDED, RATES, SCALES
 from ngpt_train.analysis.measures.of_run import Curve, NoMeaning, OfRun, by_layer, named_curve, some, zipped
 
 
@@ -34,39 +35,27 @@ def found_in(run: OfRun, curves: Iterable[Curve], of_what: str) -> list[Curve]:
     return some(curves, f"has no {of_what} in its telemetry records")
 
 
-def of_vectors(*names: str) -> Any:
+def of_vectors(run: OfRun, names: Sequence[str]) -> list[Curve]:
     """The mean entry of vectors in use, at each layer."""
-
-    def measure(run: OfRun) -> list[Curve]:
-        """The mean entry of each layer's vector, effective values, over steps."""
-        curves = (curve for name in names for curve in of_layers(run, "value_mean", name, name))
-        return found_in(run, curves, ", ".join(names))
-
-    return measure
+    curves = (curve for name in names for curve in of_layers(run, "value_mean", name, name))
+    return found_in(run, curves, ", ".join(names))
 
 
 def figure_6(run: OfRun) -> list[Curve]:
     """nGPT, figure 6 over steps: the mean of alpha, s_u, s_v and s_qk of each layer, and of s_z."""
-    names = ("alpha_attn", "alpha_mlp", "s_u", "s_v", "s_qk")
-    curves = [curve for name in names for curve in of_layers(run, "value_mean", name, name)]
+    curves = [curve for name in (*RATES, *SCALES) for curve in of_layers(run, "value_mean", name, name)]
     steps, values = over_steps(run.telemetry, "value_mean/s_z")
     if len(steps):
         curves.append(Curve("s_z", "", steps, values))
     return found_in(run, curves, "eigen learning rates")
 
 
-def tnt(*names: str) -> Any:
+def tnt(run: OfRun, names: Sequence[str]) -> list[Curve]:
     """As `of_vectors`, for encoder-decoders alone."""
-    measure = of_vectors(*names)
-
-    def of_encoder_decoders(run: OfRun) -> list[Curve]:
-        """The mean entry of each layer's vector in encoder and decoder, effective values, over steps."""
-        found: list[Curve] = measure(run)
-        if not any(curve.name.startswith("encoder") for curve in found):
-            raise NoMeaning("has no encoder")
-        return found
-
-    return of_encoder_decoders
+    found = of_vectors(run, names)
+    if not any(curve.name.startswith("encoder") for curve in found):
+        raise NoMeaning("has no encoder")
+    return found
 
 
 def normformer_3(run: OfRun) -> list[Curve]:
@@ -93,25 +82,20 @@ def normformer_4(run: OfRun) -> list[Curve]:
     """NormFormer, figure 4 over steps: least, mean and largest entry of each layer's vectors."""
     curves = (
         curve
-        for name in ("norm_ffn", "norm_post_attn", "head_scale")
+        for name in ADDED
         for statistic, said in (("value_min", "least"), ("value_mean", "mean"), ("value_max", "largest"))
         for curve in of_layers(run, statistic, name, name, said)
     )
     return found_in(run, curves, "additions of NormFormer")
 
 
-def distances(*symbols: str) -> Any:
+def distances(run: OfRun, symbols: Sequence[str]) -> list[Curve]:
     """PowerNorm, figures 2 and 4 over steps: dist(mu_B, mu) = ||mu_B - mu|| / d of each norm, before the batch moves
     mu, the mean over the step's micro batches."""
-
-    def measure(run: OfRun) -> list[Curve]:
-        """dist(mu_B, mu) = ||mu_B - mu|| / d of each norm over steps, of sigma and psi alike."""
-        curves = (
-            curve
-            for symbol in symbols
-            for kind in KINDS
-            for curve in of_layers(run, f"{symbol}_distance", kind, symbol, kind, 1 / run.model.d_model)
-        )
-        return found_in(run, curves, f"distances of {' or '.join(symbols)}")
-
-    return measure
+    curves = (
+        curve
+        for symbol in symbols
+        for kind in KINDS
+        for curve in of_layers(run, f"{symbol}_distance", kind, symbol, kind, 1 / run.model.d_model)
+    )
+    return found_in(run, curves, f"distances of {' or '.join(symbols)}")

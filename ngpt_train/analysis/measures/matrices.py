@@ -124,7 +124,7 @@ def n_heads_of(run: OfRun, name: str) -> int:
 
 
 @lru_cache(maxsize=2)  # figures 5 and 10 share the numbers of a run, which take minutes for a large model
-def medians(run: OfRun, renormalize: bool) -> list[Curve]:
+def medians(run: OfRun, renormalize: bool = False) -> list[Curve]:
     """For each matrix and layer: condition numbers of the heads, and their median (of an even number, the mean of the
     middle two). x is the layer i of `layers.{i}`."""
     curves = []
@@ -144,16 +144,10 @@ def medians(run: OfRun, renormalize: bool) -> list[Curve]:
     return curves
 
 
-def figure_5(run: OfRun) -> list[Curve]:
-    """nGPT, figure 5: sigma_max / sigma_min of each head's W_q, W_k and W_v `(d_head, d)`, and its median over the
-    heads of a layer; of the MLP's W_u, W_v and W_down whole. fp64."""
-    return list(medians(run, renormalize=False))
-
-
 def figure_10(run: OfRun) -> list[Curve]:
     """nGPT, figure 10: sigma_max / sigma_min as in figure 5, and for a run whose rows are not kept on the sphere also
     after each row is divided by its norm, W_i / ||W_i||. fp64."""
-    return [*medians(run, renormalize=False), *([] if run.on_sphere else medians(run, renormalize=True))]
+    return [*medians(run), *([] if run.on_sphere else medians(run, renormalize=True))]
 
 
 def of_one_layer(run: OfRun, layer: int) -> list[Curve]:
@@ -168,14 +162,3 @@ def of_one_layer(run: OfRun, layer: int) -> list[Curve]:
                 said = named_curve(stack, f"head {number}")
                 curves.append(Curve(f"{name}_singular_values", said, *over_ranks(sigma)))
     return some(curves, f"has {run.model.n_layers} layers, and the figure shows layer {layer + 1}")
-
-
-def figure_11(run: OfRun) -> list[Curve]:
-    """nGPT, figure 11: norms ||W_i|| of the rows of W_q and W_k of the third layer, `layers.2`, and the singular values
-    of each of its heads, the largest first. fp64."""
-    return of_one_layer(run, 2)
-
-
-def figure_12(run: OfRun) -> list[Curve]:
-    """nGPT, figure 12: as figure 11, of the fourth layer, `layers.3`."""
-    return of_one_layer(run, 3)

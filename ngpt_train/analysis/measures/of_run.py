@@ -30,15 +30,6 @@ class Curve:
     edges: Values | None = None  # of a histogram: the ends of its bins, `(n + 1,)`
 
 
-@dataclass(frozen=True)
-class BatchGap:
-    """Distances of one batch's statistics from the running ones at one norm, and its terms of the gradient."""
-
-    batch: int
-    norm: str  # canonical name
-    values: Mapping[str, float]  # by name, see batch_statistics.py
-
-
 @dataclass(frozen=True, eq=False)  # by identity, so that figures of a run can share a cached measure
 class OfRun:
     """The data of one run for its figures.
@@ -56,7 +47,7 @@ class OfRun:
     in_use: Mapping[str, Tensor] = field(default_factory=dict)
     gradient_l1: Mapping[str, float] | None = None
     loss: float | None = None
-    batches: Sequence[BatchGap] | None = None
+    batches: Sequence[Mapping[str, Mapping[str, float]]] | None = None  # see `batch_statistics.batch_gaps`
     no_rows: str = ""
     telemetry: Sequence[Mapping[str, Any]] = ()
     train: Sequence[Mapping[str, Any]] = ()
@@ -68,24 +59,16 @@ ENCODER, DECODER, CROSS = "encoder", "decoder", "cross-attention"
 
 
 def by_layer(named: Mapping[str, Any], name: str) -> dict[str, dict[int, Any]]:
-    """The values of `named` under `layers.{i}.NAME`, by stack and layer, in order.
-
-    A decoder has one stack, with an empty name. An encoder-decoder has three: `encoder.{i}.NAME`, `layers.{i}.NAME` and
-    `layers.{i}.cross.NAME`.
-    """
-    found: dict[str, dict[int, Any]] = {}
+    """The values of `named` under `layers.{i}.NAME`, by stack and layer, in order. A decoder has one stack, with an
+    empty name. An encoder-decoder has three: `encoder.{i}.NAME`, `layers.{i}.NAME` and `layers.{i}.cross.NAME`."""
+    decoder = DECODER if any(path.startswith("encoder.") for path in named) else ""
+    found: dict[str, dict[int, Any]] = {ENCODER: {}, decoder: {}, CROSS: {}}
     for path, value in named.items():
         place = _PLACE.fullmatch(path)
         if place and place[4] == name:
-            stack = ENCODER if place[1] == "encoder" else CROSS if place[3] else DECODER
-            found.setdefault(stack, {})[int(place[2])] = value
-    has_encoder = any(path.startswith("encoder.") for path in named)
-    said = {DECODER: DECODER if has_encoder else ""}
-    return {
-        said.get(stack, stack): dict(sorted(found[stack].items()))
-        for stack in (ENCODER, DECODER, CROSS)
-        if stack in found
-    }
+            stack = ENCODER if place[1] == "encoder" else CROSS if place[3] else decoder
+            found[stack][int(place[2])] = value
+    return {stack: dict(sorted(layers.items())) for stack, layers in found.items() if layers}
 
 
 def named_curve(stack: str, name: str) -> str:

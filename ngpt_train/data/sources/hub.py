@@ -39,11 +39,8 @@ class HubText:
     fetch_minutes: float
 
     def documents(self, shard: Shard, scratch: Path) -> Iterator[str]:
-        """The documents of a shard in order. Its file is in `scratch` while they are read.
-
-        Raises FetchError if the file cannot be reached within `fetch_minutes`, DataError if it is faulty, OSError if
-        `scratch` is full.
-        """
+        """The documents of a shard in order. Its file is in `scratch` while they are read. Raises FetchError if the
+        file cannot be reached within `fetch_minutes`, DataError if it is faulty, OSError if `scratch` is full."""
         client = HubClient(self.repo, self.fetch_minutes)
         for path in shard.files:
             target = scratch / f"file{extension(Path(path))}"
@@ -126,10 +123,8 @@ def list_hub(data: DataConfig) -> Source:
 
 
 def _files(client: HubClient, revision: str | None, kept: Path) -> tuple[str, dict[str, HubFile]]:
-    """The commit of a revision and all its files.
-
-    The list is kept. A commit never changes, so a resumed run needs no hub if its text is on this machine.
-    """
+    """The commit of a revision and all its files. The list is kept. A commit never changes, so a resumed run needs no
+    hub if its text is on this machine."""
 
     def place(commit: str) -> Path:
         return kept / f"{client.repo.replace('/', '--')}@{commit}.json"

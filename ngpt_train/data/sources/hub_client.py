@@ -48,9 +48,7 @@ class HubFile(NamedTuple):
 
 class _PassingProblem(Exception):
     """A problem that may be gone at the next attempt.
-
-    wait: seconds asked for by the server. reached: True if a hub has answered.
-    """
+    wait: seconds asked for by the server. reached: True if a hub has answered."""
 
     def __init__(self, problem: str, wait: float = 0.0, reached: bool = True) -> None:
         super().__init__(problem)
@@ -73,10 +71,8 @@ class HubClient:
     fetch_minutes: float
 
     def commit(self, revision: str | None) -> str:
-        """The commit of a branch, tag or commit. None is the newest commit.
-
-        Raises FetchError, at once without a network.
-        """
+        """The commit of a branch, tag or commit. None is the newest commit. Raises FetchError, at once without a
+        network."""
         path = f"/revision/{quote(revision, safe='')}" if revision is not None else ""
         url = f"{endpoint()}/api/datasets/{self.repo}{path}"
         what = f"data.revision={revision or 'null'}"
@@ -92,26 +88,24 @@ class HubClient:
         return found
 
     def download(self, commit: str, path: str, file: HubFile, target: Path) -> None:
-        """Writes a file of a commit to `target`. A broken transfer goes on where it stopped.
-
-        Raises FetchError if the file cannot be reached or differs from the list, OSError if `target` cannot be written.
-        """
+        """Writes a file of a commit to `target`. A broken transfer goes on where it stopped. Raises FetchError if the
+        file cannot be reached or differs from the list, OSError if `target` cannot be written."""
         name, url = self._file(commit, path)
         logger.info("fetching %s (%.0f MB)", name, file.size / 1e6)
         with target.open("wb") as out:
             partial = _Partial(out, file)
             self._persist(name, lambda deadline: self._receive(name, url, partial, deadline))
 
-    def try_file(self, commit: str, path: str) -> int:
-        """The size of the first piece of a file. Files come from other servers than lists, and a firewall may block
-        them alone. Raises FetchError."""
+    def try_file(self, commit: str, path: str) -> None:
+        """Reads the first piece of a file. Files come from other servers than lists, and a firewall may block them
+        alone. Raises FetchError."""
         name, url = self._file(commit, path)
 
-        def attempt(deadline: float) -> int:
+        def attempt(deadline: float) -> None:
             with self._request(name, url, deadline, {}) as response:
-                return len(next(_chunks(response, deadline), b""))
+                next(_chunks(response, deadline), None)
 
-        return self._persist(name, attempt, at_start=True)
+        self._persist(name, attempt, at_start=True)
 
     def _file(self, commit: str, path: str) -> tuple[str, str]:
         """The name of a file, for messages, and its address."""
@@ -148,9 +142,7 @@ class HubClient:
 
     def _persist(self, name: str, attempt: Callable[[float], T], at_start: bool = False) -> T:
         """The result of `attempt(deadline)`, which is tried again until the deadline.
-
-        at_start: True does not wait for a hub that cannot be reached. Raises FetchError.
-        """
+        at_start: True does not wait for a hub that cannot be reached. Raises FetchError."""
         seconds = 60 * self.fetch_minutes
         start = time.monotonic()
         before = ""

@@ -1,5 +1,6 @@
 """Text files of this machine: lists and reads them, and cuts them into shards for streaming and units for `prepare`."""
 
+import functools
 import glob
 import itertools
 import logging
@@ -60,9 +61,7 @@ def _files_of(data: DataConfig, path: str, key: str) -> list[Path]:
 
 def list_files(path: str, key: str = "data.path") -> list[Path]:
     """The text files of a file name, directory (searched recursively) or glob, sorted by path. key: for messages.
-
-    Raises DataError if there is none.
-    """
+    Raises DataError if there is none."""
     given = Path(path).expanduser()
     allowed = ", ".join(EXTENSIONS)
     if given.is_file():
@@ -191,33 +190,23 @@ def units_of(source: Source, hashes: FileHashes) -> Sequence[Shard]:
 
 
 def _units(files: Sequence[Path], hashes: FileHashes, held_out: bool) -> list[Shard]:
-    units: list[Shard] = []
-    group: list[Path] = []
-    size = 0
-
-    def add(content: Any, paths: Sequence[Path], part: tuple[int, int] | None, n_bytes: int) -> None:
-        identity = canonical_hash(["held out", content] if held_out else content)
-        units.append(Shard(str(paths[0]), identity, tuple(map(str, paths)), part, held_out, n_bytes))
-
-    def end_group() -> None:
-        nonlocal group, size
-        if group:
-            add([[extension(file), hashes.sha256(file)] for file in group], group, None, size)
-        group, size = [], 0
-
+    sha256 = functools.cache(hashes.sha256)
+    cuts: list[tuple[list[Path], tuple[int, int] | None, int]] = []  # files, part, bytes of text
     for file in files:
         n_bytes = text_size(file, file.stat().st_size)
-        parts = _parts(file) if n_bytes > UNIT_BYTES else []
-        if parts or size + n_bytes > UNIT_BYTES:
-            end_group()
-        if parts:
-            content = hashes.sha256(file)
-            for part, part_size in parts:
-                add([extension(file), content, part], [file], part, part_size)
+        last, part, size = cuts[-1] if cuts else ([], None, UNIT_BYTES + 1)
+        if n_bytes > UNIT_BYTES and (parts := _parts(file)):
+            cuts += [([file], part, part_size) for part, part_size in parts]
+        elif part is None and size + n_bytes <= UNIT_BYTES:
+            cuts[-1] = ([*last, file], None, size + n_bytes)
         else:
-            group.append(file)
-            size += n_bytes
-    end_group()
+            cuts.append(([file], None, n_bytes))
+    units = []
+    for paths, part, size in cuts:
+        content: list[Any] = [[extension(file), sha256(file)] for file in paths]
+        content = content if part is None else [*content[0], part]
+        identity = canonical_hash(["held out", content] if held_out else content)
+        units.append(Shard(str(paths[0]), identity, tuple(map(str, paths)), part, held_out, size))
     return units
 
 

@@ -54,10 +54,8 @@ class ShardSource(Protocol):
     """Reads the documents of shards. Travels to worker processes."""
 
     def documents(self, shard: Shard, scratch: Path) -> Iterator[str]:
-        """The documents of a shard in order. scratch: a directory for fetched files.
-
-        Raises FetchError if the shard cannot be reached, DataError if it is faulty.
-        """
+        """The documents of a shard in order. scratch: a directory for fetched files. Raises FetchError if the shard
+        cannot be reached, DataError if it is faulty."""
         ...
 
 

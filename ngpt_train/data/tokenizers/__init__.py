@@ -37,10 +37,8 @@ def known_vocabulary(kind: str) -> int | None:
 
 
 def load_tokenizer(config: TokenizerConfig, corpus: Iterable[str] | None = None) -> Tokenizer:
-    """The tokenizer of the config. corpus: training text, for a tokenizer without a file.
-
-    Raises DataError if its file is not available or its vocabulary does not fit the corpus.
-    """
+    """The tokenizer of the config. corpus: training text, for a tokenizer without a file. Raises DataError if its file
+    is not available or its vocabulary does not fit the corpus."""
     if config.kind == "bytes":
         return BytesTokenizer()
     if config.kind == "gpt2":
@@ -110,10 +108,8 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> dict[str, Any]:
 
 
 def read_tokenizer(directory: Path, entry: dict[str, Any]) -> Tokenizer:
-    """The tokenizer of `write_tokenizer` in `directory`. entry: its description.
-
-    Raises DataError if its file is missing or has changed, or if the entry is damaged.
-    """
+    """The tokenizer of `write_tokenizer` in `directory`. entry: its description. Raises DataError if its file is
+    missing or has changed, or if the entry is damaged."""
     if not _is_entry(entry):
         described = repr(entry)[:200]
         raise DataError(f"{directory}: the tokenizer of these tokens is described by {described}, which is damaged")

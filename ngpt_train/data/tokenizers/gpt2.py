@@ -120,10 +120,8 @@ def _ranks_of_merges(merges: str) -> dict[bytes, int]:
 
 
 def byte_of_character() -> dict[str, int]:
-    """The byte of each character in GPT-2's files, in the order of ranks.
-
-    First come the printable bytes, as their own characters. The other bytes have the characters from U+0100 on.
-    """
+    """The byte of each character in GPT-2's files, in the order of ranks. First come the printable bytes, as their own
+    characters. The other bytes have the characters from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

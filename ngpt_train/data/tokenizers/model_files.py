@@ -38,9 +38,7 @@ def package_file(package: str, name: str) -> Path | None:
 
 def within_deadline(download: Callable[[], Result], message: Callable[[str], str]) -> Result:
     """The result of `download`. If it fails or takes longer than DOWNLOAD_SECONDS, raises DataError(message(reason)).
-
-    tiktoken's requests and the hub's retries would go on for longer than a user waits.
-    """
+    tiktoken's requests and the hub's retries would go on for longer than a user waits."""
     result: list[Result] = []
     problem = f"no answer in {DOWNLOAD_SECONDS:g} s"
 
@@ -87,10 +85,8 @@ MISTRAL_FILE = ("mistral_common", "data/tokenizer.model.v1")
 
 
 def _download(kind: str, copy: tuple[str, str, str], otherwise: str) -> bytes:
-    """A file of the hub. copy: (repository, name, revision); otherwise: what else to choose, for the message.
-
-    Raises DataError.
-    """
+    """A file of the hub. copy: (repository, name, revision); otherwise: what else to choose, for the message. Raises
+    DataError."""
     repository, name, revision = copy
 
     def download() -> bytes:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ngpt_train.core.errors import DataError
 
 Ids = NDArray[np.integer]
+Ints = NDArray[np.int64]
 
 # Characters of a stretch. A longer document is encoded one stretch at a time: a tokenizer may need a hundred times its
 # text in memory, and SentencePiece needs more time per character in a longer text.
@@ -31,7 +32,7 @@ class Tokenizer(Protocol):
     eos: int  # ends each document
     model: bytes  # content of the model file
     fingerprint: str  # its sha256
-    n_bytes: NDArray[np.int64]  # (vocab_size,) bytes of text of each id; 0 for special ids and the unknown piece
+    n_bytes: Ints  # (vocab_size,) bytes of text of each id; 0 for special ids and the unknown piece
 
     def encode(self, text: str) -> Ids:
         """Ids `(n,)` of a text. Never special ids, even if the text spells one."""
@@ -74,6 +75,14 @@ def with_eos(tokenizer: Tokenizer, text: str) -> Ids:
     """Ids of a document with eos at the end, in the smallest dtype: each stream holds a document of any length."""
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     return np.concatenate((encode_document(tokenizer, text), [tokenizer.eos]), dtype=dtype, casting="unsafe")
+
+
+def pieces_of(tokenizer: Tokenizer) -> list[str]:
+    """The text of each id, spaces included. Each is decoded after a letter, because at the beginning of a text some
+    tokenizers leave the space out. A part of a longer character is U+FFFD; a special id has an empty text."""
+    letter = tokenizer.encode("a").tolist()
+    before = tokenizer.decode(letter)
+    return [tokenizer.decode([*letter, i])[len(before) :] for i in range(tokenizer.vocab_size)]
 
 
 def _stretches(text: str) -> Iterator[str]:
@@ -172,9 +181,7 @@ class WordsTokenizer:
 
 def count_words(corpus: Iterable[str], vocab_size: int) -> bytes:
     """The model file of `WordsTokenizer` for a text: <eos>, <unk>, and the most frequent words, `vocab_size` at most.
-
-    Words are in the order of their frequency, equally frequent words in alphabetical order.
-    """
+    Words are in the order of their frequency, equally frequent words in alphabetical order."""
     counts: Counter[str] = Counter()
     for text in corpus:
         counts.update(text.split())

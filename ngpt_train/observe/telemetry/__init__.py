@@ -29,10 +29,8 @@ class Part(Protocol):
 
 
 def norms(parts: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
-    """The L1, L2 or (order=inf) largest norm of each part, `(len(parts),)` fp64; 0 for a part without elements.
-
-    On CPUs the sums are in fp64, as in distributed/layouts.py.
-    """
+    """The L1, L2 or (order=inf) largest norm of each part, `(len(parts),)` fp64; 0 for a part without elements. On CPUs
+    the sums are in fp64, as in distributed/layouts.py."""
     dtype = torch.float64 if device.type == "cpu" else torch.float32
     filled = [part for part in parts if part.numel()]
     found = iter(torch._foreach_norm(filled, order, dtype=dtype) if filled else [])

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,14 +16,6 @@ from ngpt_train.training.state import TrainState
 from ngpt_train.training.step import MicroBatch, Observer
 
 
-class Seen(NamedTuple):
-    """An observed step, on the device. tokens: 0-dim int64, as in the state."""
-
-    step: int
-    tokens: Tensor
-    numbers: Numbers  # of all parts, over all ranks
-
-
 class Telemetry(Observer):
     """Observes steps of `state`. Two collectives a step, a sum and a maximum; the host waits for nothing."""
 
@@ -37,7 +28,8 @@ class Telemetry(Observer):
         vectors = Vectors(model, world.is_main, world.device)
         self._parts: tuple[Part, ...] = (self._weights, vectors, self._running, self._scores)
         self._lengths: list[tuple[int, int]] = []  # of the numbers of each part
-        self._seen: list[Seen] = []
+        # Of each observed step: its number; tokens as in the state, on the device; numbers of all parts and ranks.
+        self._seen: list[tuple[int, Tensor, Numbers]] = []
 
     def before_step(self, state: TrainState, micro_batches: Sequence[MicroBatch]) -> None:
         self._scores.before_step(micro_batches[0])
@@ -51,16 +43,16 @@ class Telemetry(Observer):
         self._lengths = [(len(numbers.summed), len(numbers.largest)) for numbers in each]
         summed = state.world.sum_(torch.cat([numbers.summed for numbers in each]))
         largest = state.world.max_(torch.cat([numbers.largest for numbers in each]))
-        self._seen.append(Seen(state.step, state.tokens.clone(), Numbers(summed, largest)))
+        self._seen.append((state.step, state.tokens.clone(), Numbers(summed, largest)))
 
     def records(self) -> list[Record]:
         """Records of the steps seen since the last call. Waits for the device."""
         seen, self._seen = self._seen, []
-        return [self._record(each) for each in seen]
+        return [self._record(*each) for each in seen]
 
-    def _record(self, seen: Seen) -> Record:
-        record: Record = {"kind": "telemetry", "step": seen.step, "tokens": int(seen.tokens)}
-        summed, largest = iter(seen.numbers.summed.tolist()), iter(seen.numbers.largest.tolist())
+    def _record(self, step: int, tokens: Tensor, numbers: Numbers) -> Record:
+        record: Record = {"kind": "telemetry", "step": step, "tokens": int(tokens)}
+        summed, largest = iter(numbers.summed.tolist()), iter(numbers.largest.tolist())
         for part, (n_summed, n_largest) in zip(self._parts, self._lengths, strict=True):
             record |= part.record(list(islice(summed, n_summed)), list(islice(largest, n_largest)))
         return record

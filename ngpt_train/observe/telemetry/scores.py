@@ -29,16 +29,14 @@ class AttentionScores:
         self.places = {module: canonical(place) for place, module in model.named_modules()}
         self._inside: list[nn.Module] = []  # the modules that are being called, the innermost last
         self._doc_ids: Tensor | None = None
-        self._largest: dict[str, Tensor] = {}  # by place
-        self._saturated: dict[str, Tensor] = {}
-        self._n_rows: dict[str, Tensor] = {}
+        self._found: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # by place, see `scores_of`
 
     @torch.no_grad()
     def before_step(self, micro_batch: Sequence[Tensor]) -> None:
         """The forward pass; collective under FSDP2. micro_batch: tokens, targets and optionally document ids."""
         row = [part[:1] for part in micro_batch]
         self._doc_ids = row[2] if len(row) > 2 else None
-        self._largest, self._saturated, self._n_rows = {}, {}, {}
+        self._found = {}
         was_training = self.model.training
         self.model.eval()
         with uncompiled(self.model), self._places_known(), watched(self._look):
@@ -76,17 +74,15 @@ class AttentionScores:
             queries = slice(first, first + step)
             found.append(scores_of(q[:, queries], k, scale, visible(mask, causal, queries, q, k), asked[queries]))
         largest, saturated, n_rows = (torch.stack(each) for each in zip(*found, strict=True))
-        self._largest[place] = largest.amax()
-        self._saturated[place], self._n_rows[place] = saturated.sum(), n_rows.sum()
+        self._found[place] = largest.amax(), saturated.sum(), n_rows.sum()
 
     def after_update(self) -> Numbers:
-        counts = [*self._saturated.values(), *self._n_rows.values()]
-        return Numbers(stacked(counts, self.device), stacked(list(self._largest.values()), self.device))
+        counts = [count for _, *both in self._found.values() for count in both]
+        return Numbers(stacked(counts, self.device), stacked([of[0] for of in self._found.values()], self.device))
 
     def record(self, summed: Sequence[float], largest: Sequence[float]) -> Record:
-        n = len(self._largest)
-        found = {f"attention_max_logit/{place}": logit for place, logit in zip(self._largest, largest, strict=True)}
-        for place, saturated, n_rows in zip(self._largest, summed[:n], summed[n:], strict=True):
+        found = {f"attention_max_logit/{place}": logit for place, logit in zip(self._found, largest, strict=True)}
+        for place, saturated, n_rows in zip(self._found, summed[::2], summed[1::2], strict=True):
             found[f"attention_saturated/{place}"] = ratio(saturated, n_rows)
         return found
 

@@ -69,7 +69,7 @@ def test_condition_numbers_of_planted_matrices() -> None:
     assert matrices.condition_numbers(torch.zeros(3, 4)[None]).tolist() == pytest.approx([np.nan], nan_ok=True)
     model = replace(load_config([*SMALL, "model=gpt"]).model, d_model=12)
     weights = {"layers.0.wq": torch.cat(blocks)}
-    curves = matrices.figure_5(OfRun("a", model, weights=weights))
+    curves = paper_figures.FIGURES["ngpt_5"].measure(OfRun("a", model, weights=weights))
     assert curve(curves, "wq", "median").y.tolist() == pytest.approx([(20 + 1e3) / 2], rel=1e-6)
     assert sorted(curve(curves, "wq", "heads").y) == pytest.approx(sorted(kappas), rel=1e-6)
 
@@ -96,21 +96,21 @@ def test_rows_that_every_pass_divides_by_their_length() -> None:
     stored = export_weights(model)["layers.0.w_u"].double().numpy()
     lengths = np.linalg.norm(stored, axis=1, keepdims=True)
     assert lengths.max() > 1.1 * lengths.min(), "nothing to divide by"
-    found = curve(matrices.figure_5(run_of(model)), "w_u", "median").y[0]
+    found = curve(paper_figures.FIGURES["ngpt_5"].measure(run_of(model)), "w_u", "median").y[0]
     assert found == pytest.approx(np.linalg.cond(stored / lengths), rel=1e-9)
 
 
 def test_norms_and_singular_values_of_a_layer() -> None:
     """Caught: norms per head; the fourth layer in the third's place; values in no order."""
     run = run_of(model_of("model=gpt", "model.n_layers=4"))
-    for figure, layer in ((matrices.figure_11, 2), (matrices.figure_12, 3)):
+    for figure, layer in (("ngpt_11", 2), ("ngpt_12", 3)):
         W = run.weights[f"layers.{layer}.wq"].double().numpy()
-        curves = figure(run)
+        curves = paper_figures.FIGURES[figure].measure(run)
         assert curve(curves, "wq_norms").y == pytest.approx(np.sort(np.linalg.norm(W, axis=1))[::-1], rel=1e-12)
         expected = np.linalg.svd(W[4:8], compute_uv=False)
         assert curve(curves, "wq_singular_values", "head 1").y == pytest.approx(expected, rel=1e-9)
     with pytest.raises(NoMeaning, match="2 layers"):
-        matrices.figure_11(run_of(model_of("model=gpt")))
+        paper_figures.FIGURES["ngpt_11"].measure(run_of(model_of("model=gpt")))
 
 
 def test_eigenvalues_of_a_planted_covariance() -> None:
@@ -199,7 +199,7 @@ def test_scales_that_are_fixed_or_one_number() -> None:
 def test_encoder_and_decoder_stored_and_effective() -> None:
     """Caught: the decoder in the encoder's place; stored and effective exchanged; cross-attention among the rest."""
     run = run_of(model_of("model=ntransformer"))
-    curves = [*learned_vectors.tnt_figure_3(run), *learned_vectors.tnt_figure_4(run)]
+    curves = [*paper_figures.FIGURES["tnt_3"].measure(run), *paper_figures.FIGURES["tnt_4"].measure(run)]
     for panel, where, path in (
         ("alpha_mlp", "encoder", "encoder.{}.alpha_mlp"),
         ("alpha_mlp", "decoder", "layers.{}.alpha_mlp"),
@@ -213,7 +213,7 @@ def test_encoder_and_decoder_stored_and_effective() -> None:
             expected = [of(run.weights[path.format(i)].double().numpy()).mean() * factor for i in range(2)]
             assert curve(curves, panel, f"{where} {said}").y == pytest.approx(expected, rel=1e-6)
     with pytest.raises(NoMeaning):
-        learned_vectors.tnt_figure_3(run_of(model_of("model=ngpt")))
+        paper_figures.FIGURES["tnt_3"].measure(run_of(model_of("model=ngpt")))
 
 
 def test_gains_of_normformer() -> None:
@@ -281,8 +281,9 @@ def test_statistics_of_batches(norm: str) -> None:
     X = (
         torch.nn.functional.embedding(tokens, model.embedding).flatten(0, 1).detach().double()
     )  # what the first norm reads
-    gap = next(each for each in found if each.batch == 1)
-    assert gap.norm == "layers.0.norm_attn"
+    norm_0, *_ = found[1]
+    assert norm_0 == "layers.0.norm_attn"
+    gap = found[1][norm_0]
     running = {
         name.rpartition(".")[2]: value.double() for name, value in before.items() if "layers.0.norm_attn" in name
     }
@@ -293,22 +294,22 @@ def test_statistics_of_batches(norm: str) -> None:
 
     if norm == "batch":
         variance = X.var(0, unbiased=False)
-        assert gap.values["mu"] == pytest.approx(dist(X.mean(0), running["mu"]), rel=1e-5)
-        assert gap.values["sigma_squared"] == pytest.approx(dist(variance, running["variance"]), rel=1e-5)
+        assert gap["mu"] == pytest.approx(dist(X.mean(0), running["mu"]), rel=1e-5)
+        assert gap["sigma_squared"] == pytest.approx(dist(variance, running["variance"]), rel=1e-5)
         expected = dist((variance + eps).sqrt(), (running["variance"] + eps).sqrt())
-        assert gap.values["sigma"] == pytest.approx(expected, rel=1e-5)
+        assert gap["sigma"] == pytest.approx(expected, rel=1e-5)
     else:
         square = X.square().mean(0)
-        assert gap.values["psi_squared"] == pytest.approx(dist(square, running["psi_squared"]), rel=1e-5)
+        assert gap["psi_squared"] == pytest.approx(dist(square, running["psi_squared"]), rel=1e-5)
         expected = dist((square + eps).sqrt(), (running["psi_squared"] + eps).sqrt())
-        assert gap.values["psi"] == pytest.approx(expected, rel=1e-5)
-    assert {"batch": "g_sigma_squared", "pn_v": "g_psi_squared"}.get(norm, "psi") in gap.values
-    assert ("g_psi_squared" in gap.values) == (norm == "pn_v")
+        assert gap["psi"] == pytest.approx(expected, rel=1e-5)
+    assert {"batch": "g_sigma_squared", "pn_v": "g_psi_squared"}.get(norm, "psi") in gap
+    assert ("g_psi_squared" in gap) == (norm == "pn_v")
 
     run = OfRun("a", model.config, over_batch=True, batches=found)
     name = "mu" if norm == "batch" else "psi"
     curves = batch_statistics.over_batches(run, [name])
-    all_batches = [each.values[name] for each in found if each.norm == "layers.1.norm_mlp"]
+    all_batches = [each["layers.1.norm_mlp"][name] for each in found]
     assert curve(curves, f"{name}_mean", "norm_mlp").y[1] == pytest.approx(np.mean(all_batches))
     assert curve(curves, f"{name}_variance", "norm_mlp").y[1] == pytest.approx(np.var(all_batches, ddof=1))
 

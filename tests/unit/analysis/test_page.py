@@ -95,8 +95,8 @@ def test_numbers_keep_all_digits(tmp_path: Path) -> None:
 
 def test_pictures_and_thinning(tmp_path: Path) -> None:
     """Caught: a figure without its picture; a name that matplotlib takes for a formula; the last point left out."""
-    written = write_pictures(example(), RUNS, tmp_path)
-    assert [path.name for path in written] == ["ngpt_10.png", "powernorm_6.png", "ngpt_14.png"]
+    write_pictures(example(), RUNS, tmp_path)
+    assert {path.name for path in tmp_path.glob("*.png")} == {"ngpt_10.png", "powernorm_6.png", "ngpt_14.png"}
     svg = (tmp_path / "ngpt_10.svg").read_text()
     assert "&lt;b&gt;" in svg or "&lt;img" in svg
     assert "MLP2, W_down" in svg

@@ -12,7 +12,7 @@ from ngpt_train.analysis import probe_losses, token_classes
 from ngpt_train.config import load_config
 from ngpt_train.data.dataset import Tokens
 from ngpt_train.data.rows import rows_of
-from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer
+from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer, pieces_of
 
 RANDOM = np.random.default_rng(0)
 # As a model gives them: fp32, most of order 1, some so small that their last bits are far below the sum's.
@@ -69,7 +69,7 @@ class Words(BytesTokenizer):
 
 def test_types_are_of_the_text() -> None:
     """Caught: a space that decoding alone loses; a letter after a letter as a word start; digits as punctuation."""
-    found = token_classes.pieces_of(Words())
+    found = pieces_of(Words())
     assert found == list(Words.parts)
     ids = np.array([[0, 1, 3, 1, 2, 4, 5, 6, 8, 9, 0]])
     before = np.concatenate([[[6]], ids[:, :-1]], axis=1)

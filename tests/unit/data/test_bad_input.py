@@ -439,11 +439,11 @@ def test_a_damaged_copy_is_made_again(
     source = Made(tmp_path / "log")
     cache = cache_of(tmp_path, source)
     expected = cache.open(shard("a"))
-    places = expected.places.tolist()
+    places = expected.places[:].tolist()
     texts = content(expected)
     damage(next((tmp_path / "cache").glob("*/")))
     again = cache.open(shard("a"))
-    assert (content(again), again.places.tolist()) == (texts, places)
+    assert (content(again), again.places[:].tolist()) == (texts, places)
     assert source.asked() == ["a", "a"]
     assert "is damaged" in caplog.text
     assert content(cache.open(shard("a"))) == texts

@@ -107,7 +107,7 @@ def test_batches_are_the_same_on_any_ranks_and_after_a_resume(tmp_path: Path) ->
 def test_a_row_has_two_halves(tmp_path: Path) -> None:
     """Caught: a decoder that does not begin with eos, a target that is not the next token or is missing, padding that
     counts."""
-    pairs = Pairs("train", tmp_path, 9, [np.array([1, 2, 3])], [np.array([4, 5])])
+    pairs = Pairs("train", tmp_path, 9, [(np.array([1, 2, 3]), np.array([4, 5]))])
     tokens, targets, doc_ids = (part[0].tolist() for part in PairRows(pairs).batch(np.array([0]), half=5))
     assert tokens == [1, 2, 3, 9, 0, 9, 4, 5, 0, 0]
     assert targets == [IGNORED] * 5 + [4, 5, 9] + [IGNORED] * 2
@@ -181,7 +181,7 @@ def test_texts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     of = ["data.text_field=1", "data.translation_field=2", f"data.path={tmp_path / 't.tsv'}", "data.val_fraction=0.2"]
     with caplog.at_level(logging.INFO):
         data = open_dataset(config_of(tmp_path, *of))
-    assert len(data.train.sources) + len(data.validation.sources) == 61  # type: ignore[union-attr, attr-defined]
+    assert len(data.train.pairs) + len(data.validation.pairs) == 61  # type: ignore[union-attr, attr-defined]
     assert sum("left out: a side is empty or longer" in m for m in caplog.messages) in (1, 2)
     trained = config_of(tmp_path, *of, "tokenizer=sentencepiece", "tokenizer.vocab_size=300")
     first, again = open_pairs(trained, None), open_pairs(trained, None)
@@ -202,8 +202,8 @@ def test_aligned_files(tmp_path: Path) -> None:
     data = open_dataset(config_of(tmp_path, *of))
     assert isinstance(data.validation, Pairs)
     decode = data.tokenizer.decode
-    assert [decode(ids) for ids in data.validation.sources] == [f"ein@@ s <unk> {k} x" for k in range(6)]
-    assert [decode(ids) for ids in data.validation.translations] == [f"one <unk> {k}" for k in range(6)]
+    assert [decode(source) for source, _ in data.validation.pairs] == [f"ein@@ s <unk> {k} x" for k in range(6)]
+    assert [decode(translation) for _, translation in data.validation.pairs] == [f"one <unk> {k}" for k in range(6)]
     config = config_of(tmp_path, *of)
     assert [file.name for part in text_files(config.data) for file in part] == ["train.de", "valid.de"]
     with pytest.raises(DataError, match=r"valid: no such file, and no .*valid\.fr"):
@@ -271,7 +271,7 @@ def test_a_field_within_a_field(kind: str, tmp_path: Path) -> None:
     of += [f"data.path={tmp_path}/train.{kind}", f"data.val_files={tmp_path}/valid.{kind}"]
     parts = [open_dataset(config_of(tmp_path, *of, *part)) for part in ([], ["data.val_range=[0,0.5]"])]
     parts.append(open_dataset(config_of(tmp_path, *of, "data.val_range=[0.5,1]")))
-    sides = [{bytes(ids) for ids in part.validation.sources} for part in parts]  # type: ignore[union-attr, attr-defined]
+    sides = [{bytes(source) for source, _ in part.validation.pairs} for part in parts]  # type: ignore[union-attr, attr-defined]
     assert sides[0] == {f"valid {k}".encode() for k in range(30)} == sides[1] | sides[2]
     assert not sides[1] & sides[2]
     assert len(sides[1]) > 5 < len(sides[2])

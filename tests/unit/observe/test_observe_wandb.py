@@ -16,8 +16,7 @@ import pytest
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.records import WandbConfig
 from ngpt_train.core.recorded import Sink
-from ngpt_train.observe import build_sinks
-from ngpt_train.observe.sinks import JsonlSink
+from ngpt_train.observe.sinks import JsonlSink, build_sinks
 from ngpt_train.observe.wandb_sink import WandbSink
 
 # A stand-in for wandb: writes down what it is told, and misbehaves where FAKE_WANDB says so.
@@ -87,8 +86,8 @@ class Trial:
         self.said: list[str] = []
         self.jsonl = JsonlSink(run_dir / "metrics.jsonl", resume_step)
         settings = WandbConfig(mode=mode, timeout=timeout)
-        files, config = (run_dir, self.jsonl.path), {"optim": {"lr": 0.1}}
-        self.wandb = self.timed(lambda: WandbSink(settings, mode == "online", *files, config, self.said.append))
+        shown = {"config": {"optim": {"lr": 0.1}}, "summary": {}}
+        self.wandb = self.timed(lambda: WandbSink(settings, mode == "online", run_dir, shown, self.said.append))
         self.first_step = (resume_step or 0) + 1
 
     def timed(self, call):
@@ -298,7 +297,7 @@ def test_wandb_is_off_unless_asked(
         def __init__(self, settings: WandbConfig, online: bool, *_: object) -> None:
             begun.append(online)
 
-    monkeypatch.setattr("ngpt_train.observe.WandbSink", Begun)
+    monkeypatch.setattr("ngpt_train.observe.sinks.WandbSink", Begun)
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567")
     monkeypatch.delenv("WANDB_MODE", raising=False)
     if asked:
