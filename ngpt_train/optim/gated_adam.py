@@ -29,12 +29,9 @@ def gate(d: Tensor, power: float, gate_eps: float) -> Tensor:
 
 
 class GatedAdam(FusedAdam):
-    """Adam or AdamW with a gate, elementwise on parameters of any shape.
+    """Adam or AdamW with a gate, elementwise on parameters of any shape: under FSDP2 a rank moves its own rows.
 
-    groups: torch's parameter groups. power, gate_eps: a and eps_gate, both above 0. options: for torch.optim.Adam.
-
-    State and groups have the keys of torch's Adam, so a checkpoint of either loads into the other. There is no
-    collective: under FSDP2 a rank moves its own rows. `grad_scale` and `found_inf` are as in torch's fused optimizers.
+    power, gate_eps: a and eps_gate, both above 0. options: for torch.optim.Adam.
     """
 
     def __init__(self, groups: list[dict[str, Any]], power: float, gate_eps: float, **options: Any) -> None:
@@ -45,17 +42,12 @@ class GatedAdam(FusedAdam):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Moves all parameters that have a gradient, and their moments. Takes no closure."""
         assert closure is None
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for group in self.param_groups:
-            # Parameters, gradients, exp_avg, exp_avg_sq, torch's maxima of amsgrad, steps.
-            lists: tuple[list[Tensor], ...] = ([], [], [], [], [], [])
-            self._init_group(group, *lists)
-            *tensors, _, steps = lists
-            for *of_one, step in zip(*tensors, steps, strict=True):
-                skipped = torch.zeros_like(step) if found_inf is None else found_inf
+            for *of_one, step in self.states(group, group["params"]):
+                skipped = torch.zeros_like(step) if self.found_inf is None else self.found_inf
                 step += 1 - skipped
                 w, g, m, v = map(local_rows, of_one)
-                g = g.to(w.dtype) if grad_scale is None else g.to(w.dtype) / grad_scale
+                g = g.to(w.dtype) if self.grad_scale is None else g.to(w.dtype) / self.grad_scale
                 for old, moved in zip((w, m, v), self._moved(w, g, m, v, step, group), strict=True):
                     old.copy_(torch.where(skipped != 0, old, moved))
 

@@ -72,8 +72,6 @@ class MatrixOptimizer(FusedAdam):
 
     State has Adam's keys, and for Muon `step`, `momentum_buffer` and NorMuon's `mean_square`, whole on every rank:
     `(rows, 1)`, or `(1, d_model)` of a transposed matrix.
-
-    `grad_scale` and `found_inf` are as in torch's fused optimizers.
     """
 
     def __init__(
@@ -93,10 +91,8 @@ class MatrixOptimizer(FusedAdam):
         self.adjust_lr = config.adjust_lr or "original"
         self.matrices, self.dtype, self.mesh = dict(matrices), dtype, mesh
 
-    def _init_group(self, group: dict[str, Any], *found: list[Tensor]) -> bool:
-        """Leaves the matrices out of torch's step."""
-        others = [parameter for parameter in group["params"] if parameter not in self.matrices]
-        return super()._init_group(group | {"params": others}, *found)
+    def moved_by_torch(self, parameter: Tensor) -> bool:
+        return parameter not in self.matrices
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -140,8 +136,8 @@ class MatrixOptimizer(FusedAdam):
     def _gradient(self, weight: Tensor) -> Tensor:
         """This rank's rows, clipped."""
         assert weight.grad is not None
-        g, grad_scale = local_rows(weight.grad).to(weight.dtype), getattr(self, "grad_scale", None)
-        return g if grad_scale is None else g / grad_scale
+        g = local_rows(weight.grad).to(weight.dtype)
+        return g if self.grad_scale is None else g / self.grad_scale
 
     def _adam(self, weight: Tensor, group: Mapping[str, Any]) -> Tensor:
         """u for this rank's rows of a stored matrix. Moves its state."""
@@ -207,8 +203,8 @@ class MatrixOptimizer(FusedAdam):
 
     def _keep(self, old: Tensor, new: Tensor) -> None:
         """old <- new, this rank's rows, unless the step is skipped."""
-        old, found_inf = local_rows(old), getattr(self, "found_inf", None)
-        old.copy_(new if found_inf is None else torch.where(found_inf != 0, old, new))
+        old = local_rows(old)
+        old.copy_(new if self.found_inf is None else torch.where(self.found_inf != 0, old, new))
 
 
 def over_shards(x: Tensor, weight: Tensor) -> Tensor:

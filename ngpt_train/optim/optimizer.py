@@ -24,7 +24,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 def build_optimizer(
     model: Decoder, groups: list[ParameterGroup], config: OptimConfig, mesh: DeviceMesh | None = None
-) -> torch.optim.Optimizer:
+) -> FusedAdam:
     """The optimizer over all of `model`'s parameters, `optim.name`.
 
     groups: name the parameters as `model.named_parameters()` does, each parameter in one group. Moments have the

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ngpt_train.config.schema import Config
     from ngpt_train.distributed.world import World
     from ngpt_train.models.decoder import Decoder
+    from ngpt_train.optim.fused_adam import FusedAdam
     from ngpt_train.training.step import StepResult
 
 
@@ -92,7 +93,7 @@ class TrainState:
     world: World
     model: Decoder
     forward: nn.Module  # a training step calls it: the model, or DDP around the model
-    optimizer: torch.optim.Optimizer
+    optimizer: FusedAdam
     lr_factors: list[float]  # one for each group of the optimizer: its rate / the rate of the step
     micro_rows: int  # rows per rank in one forward pass
     step: int  # optimizer steps completed

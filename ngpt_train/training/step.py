@@ -192,8 +192,8 @@ def apply_gradients(state: TrainState, grad_norm: Tensor, skipped: Tensor, lr: f
     scale = None if clip_norm is None else ((grad_norm + 1e-6) / clip_norm).clamp(min=1.0).to(torch.float32)
     if state.loss_scale is not None:
         scale = state.loss_scale.value if scale is None else scale * state.loss_scale.value
-    optimizer.grad_scale = scale  # type: ignore[attr-defined]
-    optimizer.found_inf = skipped.to(torch.float32)  # type: ignore[attr-defined]
+    optimizer.grad_scale = scale
+    optimizer.found_inf = skipped.to(torch.float32)
     for group, factor in zip(optimizer.param_groups, state.lr_factors, strict=True):
         group["lr"] = lr * factor
     optimizer.step()
