@@ -61,11 +61,9 @@ class Contact:
 def first_contact(
     config: Config, world: World, micro_rows: int, stored: Mapping[str, Any] | None = None
 ) -> Contact | None:
-    """Checks the kernels, and switches off faulty and slow ones. None without a GPU.
-
-    To be called once, on all ranks, before the model is built. stored: `vars` of the run's last Contact; a resume
-    keeps its choices by speed. Raises ConfigError if a kernel required by the config is faulty.
-    """
+    """Checks the kernels, once, on all ranks, before the model is built, and switches off faulty and slow ones. None
+    without a GPU. stored: `vars` of the run's last Contact; a resume keeps its choices by speed. Raises ConfigError if
+    a kernel required by the config is faulty."""
     dispatch.switch_off({})
     if not on_gpu(world.device):
         return None
