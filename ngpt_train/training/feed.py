@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -86,11 +87,9 @@ class Feed(Iterator["tuple[list[list[Tensor]], Position]"]):
         arrays, position = next(self._loader)
         # Before the ids leave the host: on the device only an assertion could end the run, without a message.
         self._check(arrays)
-        micro_batches = [[torch.from_numpy(part) for part in batch] for batch in arrays]
-        if self._copies is None:
-            return _Step(_on_device(micro_batches, self._device), position, copied=None)
-        with torch.cuda.stream(self._copies):
-            return _Step(_on_device(micro_batches, self._device), position, copied=self._copies.record_event())
+        with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
+            batches = [[to_device(torch.from_numpy(part), self._device) for part in batch] for batch in arrays]
+            return _Step(batches, position, None if self._copies is None else self._copies.record_event())
 
     def _check(self, micro_batches: list[Batch]) -> None:
         for _, _, *doc_ids in micro_batches:
@@ -108,10 +107,6 @@ class _Step(NamedTuple):
     micro_batches: list[list[Tensor]]
     position: Position
     copied: torch.cuda.Event | None  # reached when the batches are on the device
-
-
-def _on_device(micro_batches: list[list[Tensor]], device: torch.device) -> list[list[Tensor]]:
-    return [[to_device(part, device) for part in batch] for batch in micro_batches]
 
 
 def to_device(part: Tensor, device: torch.device) -> Tensor:

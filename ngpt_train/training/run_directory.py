@@ -4,6 +4,7 @@ config.yaml  run.json  metrics.jsonl  evals/  curves.png  checkpoints/  logs/  e
 """
 
 import contextlib
+import itertools
 import logging
 import os
 import platform
@@ -26,7 +27,7 @@ from ngpt_train.core.log import say_once
 from ngpt_train.data.dataset import Dataset
 from ngpt_train.distributed.layouts import resolve_kind
 from ngpt_train.models.weights import standard_deviations
-from ngpt_train.training.checkpoint.catalogue import VALIDATION, candidates, find_checkpoint, list_checkpoints, step_of
+from ngpt_train.training.checkpoint.catalogue import VALIDATION, find_checkpoint, list_checkpoints, step_of
 from ngpt_train.training.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -74,9 +75,9 @@ class RunDirectory:
         name = f"run.name={config.run.name}"
         self._check_place(config)
         self._check_entries(name)
-        if not self.used and not self._other_files():
-            return _no_checkpoint(config, self.checkpoints)
         if not self.used:
+            if not self._has_other_files():
+                return _no_checkpoint(config, self.checkpoints)
             raise ConfigError(
                 f"{name}: {self.path} exists and is not the directory of a run. Choose another run.name or run.root."
             )
@@ -106,8 +107,17 @@ class RunDirectory:
         return found[-1] if found else _no_checkpoint(config, self.checkpoints)
 
     def candidates(self, config: Config) -> list[Path]:
-        """The checkpoints for this start. Raises DataError if the checkpoint of run.resume_step is not there."""
-        return candidates(self.checkpoints, self._named_step(config))
+        """The complete checkpoints for this start, oldest first; with run.resume_step the one of that step alone.
+        Raises DataError if it is not there."""
+        found, step = {step_of(path): path for path in list_checkpoints(self.checkpoints)}, self._named_step(config)
+        if step is None:
+            return list(found.values())
+        if step not in found:
+            raise DataError(
+                f"run.resume_step={step}: there is no complete checkpoint of this step in {self.checkpoints} (there "
+                f"are: {', '.join(map(str, found)) or 'none'}). Name one of them, or leave it out."
+            )
+        return [found[step]]
 
     def _named_step(self, config: Config) -> int | None:
         """run.resume_step for the first start of a job; None for its restarts."""
@@ -212,21 +222,18 @@ class RunDirectory:
         self, config: Config, start: dict[str, Any], checkpoint: Path | None, damaged: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
         """Locks the directory for this process and writes config.yaml and run.json; returns this start's entry in
-        run.json. Rank 0 calls it, after `check`.
+        run.json, which is `start` and more. Rank 0 calls it, after `check`.
 
-        start: versions, device, world size, fingerprints of this start. checkpoint: the newest sound one.
-        damaged: {name: problem} of newer checkpoints, which are renamed. Raises ConfigError if the directory cannot be
-        written, or if another process has used it since `check`.
+        checkpoint: the newest sound one. damaged: {name: problem} of newer checkpoints, which are renamed. Raises
+        ConfigError if the directory cannot be written, or if another process has used it since `check`.
         """
         damaged = damaged or {}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.create()
         except OSError as error:
-            raise ConfigError(
-                f"run.root={config.run.root}: {self.path} cannot be written "
-                f"({error.strerror}). Choose another run.root."
-            ) from None
+            problem = f"run.root={config.run.root}: {self.path} cannot be written ({error.strerror})"
+            raise ConfigError(f"{problem}. Choose another run.root.") from None
         try:
             self._lock.take()
         except BlockingIOError:
@@ -265,13 +272,9 @@ class RunDirectory:
 
     def _put_aside(self, name: str, why: str) -> Path:
         """Renames a checkpoint to WHY-NAME, so that no start takes it and nothing deletes it; returns its path."""
-        aside = self.checkpoints / f"{why}-{name}"
-        number = 1
-        while aside.exists():
-            number += 1
-            aside = self.checkpoints / f"{why}-{name}-{number}"
-        (self.checkpoints / name).rename(aside)
-        return aside
+        suffixes = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+        asides = (self.checkpoints / f"{why}-{name}{suffix}" for suffix in suffixes)
+        return (self.checkpoints / name).rename(next(path for path in asides if not path.exists()))
 
     def saved(self, step: int) -> None:
         """Notes in run.json that a checkpoint of `step` is complete, so that its loss is noticed. Rank 0 calls it."""
@@ -288,9 +291,7 @@ class RunDirectory:
 
     def finish(self, code: int, reason: str, step: int, rank: int) -> None:
         """Writes exit code, reason, step and rank into exit.json, because torchrun hides the exit codes of its workers.
-
-        The rank that fails first writes its reason. Later failures of other ranks follow from it and are not written.
-        """
+        Of several ranks that fail the first writes: later failures follow from it."""
         if code and (self.path / "exit.json").exists():
             return
         try:
@@ -302,11 +303,9 @@ class RunDirectory:
     def release(self) -> None:
         self._lock.release()
 
-    def _other_files(self) -> list[str]:
-        """The names of the files here, without the leftovers of a start that was killed at once."""
-        if not self.path.exists():
-            return []
-        return [entry.name for entry in self.path.iterdir() if entry.name not in _LEFT_BY_A_KILLED_START]
+    def _has_other_files(self) -> bool:
+        """True if there are files beside the leftovers of a start that was killed at once."""
+        return self.path.exists() and any(entry.name not in _LEFT_BY_A_KILLED_START for entry in self.path.iterdir())
 
     def kernels(self) -> dict[str, Any] | None:
         """The findings about kernels from the last start on a GPU; None if there was no such start."""

@@ -62,10 +62,7 @@ def step_of(checkpoint: Path) -> int:
 
 def find_checkpoint(key: str, value: str | None) -> Path:
     """The checkpoint for the user's `key=value`: value is a checkpoint, a run directory (its newest checkpoint), or
-    `best` in place of a checkpoint's name.
-
-    Raises DataError if there is none.
-    """
+    `best` in place of a checkpoint's name. Raises DataError if there is none."""
     if not value:
         raise DataError(f"{key} is not set: name a run directory or a checkpoint, for example {key}=runs/NAME")
     path = Path(value).expanduser()
@@ -85,18 +82,6 @@ def find_checkpoint(key: str, value: str | None) -> Path:
             what = "is a model of transformers; `import` turns it into a run"
         raise DataError(f"{key}={value}: {what}. Name a run directory or one of its checkpoints/step_* directories.")
     return checkpoints[-1]
-
-
-def candidates(directory: Path, step: int | None) -> list[Path]:
-    """The complete checkpoints in `directory`, oldest first; with `step`, the checkpoint of this step alone. Raises
-    DataError if it is not there."""
-    found = {step_of(path): path for path in list_checkpoints(directory)}
-    if step is None or step in found:
-        return list(found.values()) if step is None else [found[step]]
-    raise DataError(
-        f"run.resume_step={step}: there is no complete checkpoint of this step in {directory} (there are: "
-        f"{', '.join(map(str, found)) or 'none'}). Name one of them, or leave it out."
-    )
 
 
 def read_validation_losses(directory: Path) -> dict[int, float]:
@@ -149,10 +134,8 @@ def _manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """Size and checksum of every file, by its name.
-
-    Raises DataError for a manifest that is damaged, names a file outside the directory, or leaves out state.json or a
-    file of tensors."""
+    """Size and checksum of every file, by its name. Raises DataError for a manifest that is damaged, names a file
+    outside the directory, or leaves out state.json or a file of tensors."""
     manifest = read_json(checkpoint / MANIFEST)
     files = manifest.get("files") if isinstance(manifest, dict) else None
     if not isinstance(files, dict):
@@ -221,10 +204,7 @@ def read_progress(checkpoint: Path) -> dict[str, Any]:
 
 def verify(checkpoint: Path, world: World) -> None:
     """Compares every file with the manifest, and the step with the directory's name. A collective call: each rank reads
-    some of the files.
-
-    Raises DataError, on every rank, with the differences.
-    """
+    some of the files. Raises DataError, on every rank, with the differences."""
     files = world.on_main(lambda: read_manifest(checkpoint))  # one rank reads it, so that all ranks agree
     mine = {name: entry for index, (name, entry) in enumerate(files.items()) if index % world.size == world.rank}
     own = world.on_all_without_timeout(lambda: differences(checkpoint, mine))  # a slow disk takes long
@@ -248,11 +228,8 @@ def newest_with_config(checkpoints: Sequence[Path]) -> Path | None:
 
 
 def newest_undamaged(checkpoints: Sequence[Path], world: World) -> tuple[Path | None, dict[str, str]]:
-    """The newest undamaged checkpoint, and {name: problem} of the damaged ones after it. checkpoints: the oldest first.
-
-    A collective call. Returns None if `checkpoints` is empty. Raises the newest checkpoint's DataError if all are
-    damaged.
-    """
+    """The newest undamaged checkpoint, None if there are no `checkpoints`; and {name: problem} of the damaged ones
+    after it. checkpoints: the oldest first. A collective call. Raises the newest one's DataError if all are damaged."""
     damaged: dict[str, str] = {}
     for checkpoint in reversed(checkpoints):
         try:

@@ -61,7 +61,8 @@ class Snapshot:
     """This rank's part of a checkpoint, before it is written.
 
     bytes: of all ranks' tensors. progress: the content of state.json. add_files: writes more files into the directory,
-    on rank 0. loss: of the last step. problem: why this rank cannot write; None if it can.
+    on rank 0. loss: of the last step; the manifest notes whether it had exploded. problem: why this rank cannot write;
+    None if it can.
     """
 
     step: int
@@ -92,12 +93,8 @@ class Checkpoints:
         self, state: TrainState, position: Mapping[str, Any], add_files: Callable[[Path], None], loss: float | None
     ) -> Snapshot:
         """The first part of a save: `state` and the position in the data. The pieces are views of the state, not
-        copies. A collective call.
-
-        `add_files` writes more files into the directory of the checkpoint. loss: of the last step, the same on every
-        rank; the manifest notes whether it had exploded. Raises, on every rank, NumericalError if the state holds NaN
-        or an infinity, and DataError if a rank cannot collect its part.
-        """
+        copies. A collective call; loss is the same on every rank. Raises, on every rank, NumericalError if the state
+        holds NaN or an infinity, and DataError if a rank cannot collect its part."""
         pieces, n_bytes = self._collect(state)
         progress = {**state.counters(), "world_size": self.world.size, "data": dict(position)}
         return Snapshot(state.step, pieces, n_bytes, progress, add_files, loss)
@@ -105,9 +102,8 @@ class Checkpoints:
     def write(self, snapshot: Snapshot, world: World, complete: Callable[[Path], None] = lambda _: None) -> Path:
         """The second part of a save: writes, checks, renames, and deletes old checkpoints.
 
-        A collective call of `world`, all ranks in a group of their own. complete: called once the checkpoint has its
-        name, before others are deleted. Raises DataError on every rank if the checkpoint could not be written; earlier
-        checkpoints are then untouched.
+        A collective call of `world`, all ranks in a group of their own. complete: called before others are deleted.
+        Raises DataError on every rank, with earlier checkpoints untouched, if the checkpoint could not be written.
         """
         final = self.directory / f"step_{snapshot.step:08d}"
         work = self.directory / f"{UNFINISHED}{final.name}"
@@ -245,12 +241,18 @@ class Checkpoints:
             kept |= {*best(self.directory, self.keep_best)}
             for step in sorted(steps)[: -self.keep_last]:
                 if steps[step] not in kept and (self.keep_every is None or step % self.keep_every):
-                    # Renamed first: a kill while deleting must not leave half a checkpoint under a good name.
-                    os.rename(steps[step], steps[step].with_name(f"{UNFINISHED}deleting-{steps[step].name}"))
+                    delete(steps[step])
             for leftover in self.directory.glob(f"{UNFINISHED}*"):
                 remove(leftover)
         except (OSError, DataError) as error:
             logger.warning("old checkpoints in %s could not be deleted: %s", self.directory, error)
+
+
+def delete(checkpoint: Path) -> None:
+    """Renames it first: a kill meanwhile leaves an unfinished checkpoint, which the next save deletes."""
+    doomed = checkpoint.with_name(f"{UNFINISHED}deleting-{checkpoint.name}")
+    os.rename(checkpoint, doomed)
+    remove(doomed)
 
 
 def _remove_if_possible(path: Path) -> None:
@@ -259,10 +261,8 @@ def _remove_if_possible(path: Path) -> None:
 
 
 def share(held: Sequence[Mapping[Place, int]]) -> list[set[Place]]:
-    """{places} for each rank to write: each place once, and about as many bytes on every rank.
-
-    held[rank][place]: bytes. Every rank computes the same.
-    """
+    """{places} for each rank to write: each place once, and about as many bytes on every rank. held[rank][place]:
+    bytes. Every rank computes the same."""
     holders: dict[Place, list[int]] = {}
     for rank, places in enumerate(held):
         for place in places:

@@ -7,10 +7,11 @@ from typing import Any
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import told_by_rank_0
-from ngpt_train.core.files import read_json, remove, write_json
+from ngpt_train.core.files import read_json, write_json
 from ngpt_train.data.loader import Position, merged
-from ngpt_train.training.checkpoint.catalogue import UNFINISHED, last_good, list_checkpoints, step_of
+from ngpt_train.training.checkpoint.catalogue import last_good, list_checkpoints, step_of
 from ngpt_train.training.checkpoint.load import load_state
+from ngpt_train.training.checkpoint.save import delete
 from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, NumericalError
 from ngpt_train.training.hooks.saving import SaveCheckpoints
 from ngpt_train.training.loop import Hook, TrainingRun
@@ -19,11 +20,8 @@ from ngpt_train.training.state import TrainState
 
 
 class GoBack(Exception):
-    """Sends the run back to its last good checkpoint, to go on with the rows after `position`.
-
-    bad_step: the last step whose rows are left out. position: this rank's position after that step. why: the reason in
-    words. facts: the reason in numbers.
-    """
+    """Sends the run back to its last good checkpoint, to go on with the rows after `position`, this rank's. bad_step:
+    the last step whose rows are left out. why, facts: the reason in words and in numbers."""
 
     def __init__(self, bad_step: int, position: Position, why: str, facts: Mapping[str, float | None]) -> None:
         super().__init__(why)
@@ -31,10 +29,8 @@ class GoBack(Exception):
 
 
 class Rollback(Hook):
-    """Raises GoBack once the guards have seen a bad step, if there is a checkpoint to go back to.
-
-    advice: a sentence for the user, once the run has gone back too often.
-    """
+    """Raises GoBack once the guards have seen a bad step, if there is a checkpoint to go back to. advice: a sentence
+    for the user, once the run has gone back too often."""
 
     def __init__(self, directory: RunDirectory, saves: SaveCheckpoints, advice: Callable[[], str]) -> None:
         self._directory, self._saves, self._advice = directory, saves, advice
@@ -129,10 +125,7 @@ def describe(rollback: Mapping[str, Any]) -> str:
 def _note(directory: RunDirectory, state: TrainState) -> None:
     for path in list_checkpoints(directory.checkpoints):
         if step_of(path) > state.step:
-            # Renamed first: a kill meanwhile leaves an unfinished checkpoint, which the next save deletes.
-            doomed = path.with_name(f"{UNFINISHED}deleting-{path.name}")
-            path.rename(doomed)
-            remove(doomed)
+            delete(path)
     path = directory.path / "run.json"
     write_json(path, read_json(path) | {"saved": state.step, "rollbacks": state.rollbacks})
 
