@@ -27,10 +27,8 @@ AUTO_MICRO_TOKENS = 16_384
 
 
 def resolve_micro_rows(config: Config, world_size: int) -> int:
-    """`train.micro_rows` with auto resolved: the number of rows in one forward pass of one rank.
-
-    Raises ConfigError if batch_rows is not a whole number of micro batches on every rank.
-    """
+    """`train.micro_rows` with auto resolved: the number of rows in one forward pass of one rank. Raises ConfigError if
+    batch_rows is not a whole number of micro batches on every rank."""
     batch_rows, micro_rows = config.train.rows_per_step, config.train.micro_rows
     if batch_rows % world_size:
         below = batch_rows // world_size * world_size

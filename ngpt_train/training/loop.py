@@ -25,11 +25,9 @@ STEP = "step"  # `doing` of the step itself, for `during`
 
 
 class Hook:
-    """Does something at some moments of a run, and nothing at the others.
-
-    Every rank has the same hooks in the same order, so a moment may be a collective call. Reading from the device waits
-    for it and slows the step down: read only where `run.rests`, or after steps for which `waits` is true.
-    """
+    """Does something at some moments of a run, and nothing at the others. Every rank has the same hooks in the same
+    order, so a moment may be a collective call. Reading from the device waits for it and slows the step down: read only
+    where `run.rests`, or after steps for which `waits` is true."""
 
     def around(self, run: TrainingRun) -> AbstractContextManager[Any]:
         """Everything from `start` to `finish` happens inside."""
@@ -135,10 +133,8 @@ class TrainingRun:
         return {"kind": kind, "step": self.step, "tokens": int(self.state.tokens), **self.spent()}
 
     def spent(self) -> Record:
-        """train_seconds: wall time in training steps and waits for data, without validations and checkpoints.
-
-        flops: of all steps so far by the usual convention (models/decoder.py). Skipped steps and padding count.
-        """
+        """train_seconds: wall time in training steps and waits for data, without validations and checkpoints. flops: of
+        all steps so far by the usual convention (models/decoder.py). Skipped steps and padding count."""
         tokens, context = self.step * self.tokens_per_step, self.state.config.model.context
         return {
             "train_seconds": self.state.train_seconds,
@@ -177,10 +173,8 @@ class StoppedWaitingError(RuntimeError):
 
 
 def train(run: TrainingRun) -> str | None:
-    """Trains from state.step to train.steps, or to train.stop_at, or until a hook sets `run.reason`.
-
-    Returns why the run stopped early; None at the planned end. Errors of hooks pass; raises DeviceMemoryError.
-    """
+    """Trains from state.step to train.steps, or to train.stop_at, or until a hook sets `run.reason`. Returns why the
+    run stopped early; None at the planned end. Errors of hooks pass; raises DeviceMemoryError."""
     with run.around():
         run.at("start")
         while run.step < run.last and run.reason is None:

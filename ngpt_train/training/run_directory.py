@@ -68,10 +68,8 @@ class RunDirectory:
 
     def check(self, config: Config, data: Dataset | None = None) -> Path | None:
         """Checks, without writing, that `config` may use the directory; returns the checkpoint to resume from, if any.
-
         data: None before it is open. Raises ConfigError or DataError if the directory is in use, has other files than a
-        run's, or holds a run with another config or on other data.
-        """
+        run's, or holds a run with another config or on other data."""
         name = f"run.name={config.run.name}"
         self._check_place(config)
         self._check_entries(name)
@@ -137,9 +135,7 @@ class RunDirectory:
 
     def _overwrites(self, config: Config) -> bool:
         """True if this start deletes the run: run.overwrite is for the first start of a job, not for its restarts.
-
-        Raises ConfigError where a restart cannot be told from a new job.
-        """
+        Raises ConfigError where a restart cannot be told from a new job."""
         if not config.run.overwrite:
             return False
         if nameless_on_many_hosts():

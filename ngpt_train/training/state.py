@@ -56,12 +56,9 @@ class Interval:
             self._sums["n_clipped"] += (result.grad_norm > self._clip_norm) & ~result.skipped
 
     def read(self) -> dict[str, float | None]:
-        """The fields of a train record. Waits for the device.
-
-        loss_mean: mean cross-entropy in nats over all targets, without skipped steps; NaN if there are no targets.
-        Every target has the same weight, as in the loss of a step. clipped: clipped steps / steps; None without
-        clipping. Skipped steps do not count as clipped.
-        """
+        """The fields of a train record. Waits for the device. loss_mean: mean cross-entropy in nats over all targets,
+        without skipped steps; NaN if there are no targets. Every target has the same weight, as in the loss of a step.
+        clipped: clipped steps / steps; None without clipping. Skipped steps do not count as clipped."""
         sums = {name: value.item() for name, value in self._sums.items()}
         counts = self._clip_norm is not None and self._n_steps
         return {
@@ -143,9 +140,8 @@ def check_kernels(config: Config, world: World, stored: Mapping[str, Any] | None
 
 def build_state(config: Config, world: World | None = None) -> TrainState:
     """The state at step 0. Without `world` it joins the current process group, or torchrun's if there is none yet.
-
-    Raises ConfigError if the config does not fit the number of ranks or the devices, or if vocab_size is still `auto`.
-    """
+    Raises ConfigError if the config does not fit the number of ranks or the devices, or if vocab_size is still
+    `auto`."""
     world = world or join_world(config)
     if world.device.type == "cpu":
         keep_freed_memory()
@@ -178,10 +174,8 @@ def build_state(config: Config, world: World | None = None) -> TrainState:
 
 def keep_freed_memory() -> None:
     """Makes glibc's malloc keep freed memory for this process, which takes the same blocks again in the next step.
-
     Otherwise the large blocks go back to the system, which clears every page anew: 6 to 9 % of the CPU time of a
-    compiled step in bf16 (docs/benchmarks/step.md). Nothing changes without glibc.
-    """
+    compiled step in bf16 (docs/benchmarks/step.md). Nothing changes without glibc."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "gnu_get_libc_version"):
         m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
         libc.mallopt(m_trim_threshold, -1)  # never

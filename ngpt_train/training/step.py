@@ -123,9 +123,7 @@ def dropout_seeds(
     state: TrainState, sizes: Sequence[int], rows: Tensor | None = None
 ) -> Sequence[Mapping[str, Tensor]]:
     """For each micro batch the model's argument `seeds`, for the dropout of its rows; none for a model without dropout.
-
-    sizes: the number of rows of each micro batch of this rank. rows: as for `train_step`.
-    """
+    sizes: the number of rows of each micro batch of this rank. rows: as for `train_step`."""
     if not state.config.model.uses_dropout:
         return [{}] * len(sizes)
     n = sum(sizes)
@@ -141,11 +139,9 @@ def forward_and_backward(
     loss_factor: Tensor,
     untouched: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Both passes over each of this rank's micro batches: the gradients of loss_factor times the summed loss.
-
-    batches: on the device. seeds: from `dropout_seeds`. loss_factor: 0-dim fp64. untouched: as for `train_step`.
-    Returns the cross-entropy and the z-loss, each summed over this rank's targets: 0-dim fp64, in nats.
-    """
+    """Both passes over each of this rank's micro batches: the gradients of loss_factor times the summed loss. batches:
+    on the device. seeds: from `dropout_seeds`. loss_factor: 0-dim fp64. untouched: as for `train_step`. Returns the
+    cross-entropy and the z-loss, each summed over this rank's targets: 0-dim fp64, in nats."""
     if state.config.train.cuda_graphs:
         hold_gradients(state.model)
     loss_sum = torch.zeros((), dtype=torch.float64, device=state.world.device)

@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 
 def load_state(checkpoint: Path, state: TrainState, verified: bool = False) -> dict[str, Any]:
     """Loads weights, moments, averages, running statistics and counters into `state`; returns the position in the data.
-
     verified: True if the files have just been compared with the manifest. A collective call. Raises DataError if the
-    checkpoint is damaged or of another version.
-    """
+    checkpoint is damaged or of another version."""
     if not verified:
         verify(checkpoint, state.world)
     progress = read_progress(checkpoint)

@@ -58,12 +58,9 @@ SPARE = 2**20  # bytes on the disk for the small files of a checkpoint
 
 @dataclass(frozen=True)
 class Snapshot:
-    """This rank's part of a checkpoint, before it is written.
-
-    bytes: of all ranks' tensors. progress: the content of state.json. add_files: writes more files into the directory,
-    on rank 0. loss: of the last step; the manifest notes whether it had exploded. problem: why this rank cannot write;
-    None if it can.
-    """
+    """This rank's part of a checkpoint, before it is written. bytes: of all ranks' tensors. progress: the content of
+    state.json. add_files: writes more files into the directory, on rank 0. loss: of the last step; the manifest notes
+    whether it had exploded. problem: why this rank cannot write; None if it can."""
 
     step: int
     pieces: tuple[Piece, ...]
@@ -100,11 +97,9 @@ class Checkpoints:
         return Snapshot(state.step, pieces, n_bytes, progress, add_files, loss)
 
     def write(self, snapshot: Snapshot, world: World, complete: Callable[[Path], None] = lambda _: None) -> Path:
-        """The second part of a save: writes, checks, renames, and deletes old checkpoints.
-
-        A collective call of `world`, all ranks in a group of their own. complete: called before others are deleted.
-        Raises DataError on every rank, with earlier checkpoints untouched, if the checkpoint could not be written.
-        """
+        """The second part of a save: writes, checks, renames, and deletes old checkpoints. A collective call of
+        `world`, all ranks in a group of their own. complete: called before others are deleted. Raises DataError on
+        every rank, with earlier checkpoints untouched, if the checkpoint could not be written."""
         final = self.directory / f"step_{snapshot.step:08d}"
         work = self.directory / f"{UNFINISHED}{final.name}"
         problem = world.on_main(lambda: self._make_room(work, snapshot.bytes))

@@ -32,10 +32,8 @@ Tensors = Mapping[str, Mapping[str, Tensor]]  # tensors[kind][name]; kind: "mode
 
 
 class RankRows(Tensor):
-    """A sharded tensor of the shape `size`. This rank holds `rows`, from number `first` on; there may be none.
-
-    It has the two methods of a DTensor that writing and reading a checkpoint need.
-    """
+    """A sharded tensor of the shape `size`. This rank holds `rows`, from number `first` on; there may be none. It has
+    the two methods of a DTensor that writing and reading a checkpoint need."""
 
     rows: Tensor
     first: int
@@ -73,10 +71,8 @@ def parts_of(model: nn.Module) -> dict[str, dict[str, int]]:
 
 
 def held_tensors(state: TrainState) -> Tensors:
-    """Weights, moments and moving averages: the memory of `state` itself, this rank's shards under FSDP2.
-
-    A moment has the optimizer's name for it, such as `exp_avg`. There are none before the first step.
-    """
+    """Weights, moments and moving averages: the memory of `state` itself, this rank's shards under FSDP2. A moment has
+    the optimizer's name for it, such as `exp_avg`. There are none before the first step."""
     # Between a validation and the next step FSDP2 lends the model whole matrices. state_dict takes them back.
     weights: dict[str, Tensor] = state.model.state_dict(keep_vars=True)
     names = {parameter: name for name, parameter in weights.items()}
@@ -111,10 +107,8 @@ def by_canonical_name(model: nn.Module, tensors: Tensors) -> dict[str, Tensor]:
 
 
 def cut(tensor: Tensor, parts: Mapping[str, int]) -> dict[str, Tensor]:
-    """Cuts `tensor` into a view for each part. parts: rows by name, in order.
-
-    A 0-dim tensor, such as a count of steps, goes to the first part; the others get copies.
-    """
+    """Cuts `tensor` into a view for each part. parts: rows by name, in order. A 0-dim tensor, such as a count of steps,
+    goes to the first part; the others get copies."""
     if len(parts) == 1:
         return dict.fromkeys(parts, tensor)
     if tensor.ndim == 0:

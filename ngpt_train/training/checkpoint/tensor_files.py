@@ -56,10 +56,8 @@ def pieces_of(name: str, tensor: Tensor) -> Iterator[Piece]:
 
 
 def write_tensors(path: Path, pieces: Sequence[Piece], kind: str) -> dict[str, Any]:
-    """Writes `pieces`, each of another tensor, to a new file and syncs it; returns its entry in the manifest.
-
-    kind: a value of checkpoint.checksum. Raises OSError.
-    """
+    """Writes `pieces`, each of another tensor, to a new file and syncs it; returns its entry in the manifest. kind: a
+    value of checkpoint.checksum. Raises OSError."""
     # Large elements first, so that all tensors are aligned.
     ordered = sorted(pieces, key=lambda piece: (-piece.rows.element_size(), piece.name))
     checksum, size = new_checksum(kind), 0

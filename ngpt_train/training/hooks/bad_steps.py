@@ -53,10 +53,8 @@ class Rollback(Hook):
         self._after.clear()
 
     def _may_go_back(self, state: TrainState) -> bool:
-        """True if there is a good checkpoint to go back to. A collective call.
-
-        Raises NumericalError if the run has gone back to this checkpoint guards.most_rollbacks times already.
-        """
+        """True if there is a good checkpoint to go back to. A collective call. Raises NumericalError if the run has
+        gone back to this checkpoint guards.most_rollbacks times already."""
         good = state.world.on_main(lambda: target(self._directory, state.config))
         if good is None:
             return False
@@ -132,9 +130,7 @@ def _note(directory: RunDirectory, state: TrainState) -> None:
 
 class SkippedSteps(Hook):
     """Raises NumericalError after MAX_SKIPPED_IN_A_ROW skipped steps in a row, and after two at the planned end.
-
-    advice: a sentence for the user.
-    """
+    advice: a sentence for the user."""
 
     def __init__(self, advice: Callable[[], str]) -> None:
         self._advice = advice

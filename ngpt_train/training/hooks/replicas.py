@@ -33,10 +33,8 @@ class ReplicaError(RuntimeError):
 
 
 def check_replicas(state: TrainState) -> None:
-    """Raises ReplicaError, on every rank, if a replica differs in a bit.
-
-    A collective call, which waits for the device; one rank has nothing to compare.
-    """
+    """Raises ReplicaError, on every rank, if a replica differs in a bit. A collective call, which waits for the device;
+    one rank has nothing to compare."""
     if state.world.size == 1:
         return
     names, owners, sums = [], [], []

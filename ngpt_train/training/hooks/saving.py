@@ -122,11 +122,9 @@ class SaveCheckpoints(Hook):
 
 
 class Saves:
-    """The saves of one start of a run: in order, and one at a time.
-
-    saved: called on rank 0 with each complete checkpoint, from the thread if there is one. say: takes one line for
-    people, from the main thread alone. The constructor is a collective call.
-    """
+    """The saves of one start of a run: in order, and one at a time. saved: called on rank 0 with each complete
+    checkpoint, from the thread if there is one. say: takes one line for people, from the main thread alone. The
+    constructor is a collective call."""
 
     def __init__(
         self, checkpoints: Checkpoints, state: TrainState, saved: Callable[[Path], None], say: Callable[[str], None]
@@ -221,11 +219,9 @@ class Saves:
 
 
 class Staging:
-    """Buffers for the pieces that this rank writes, in the host's memory, used again for each checkpoint.
-
-    On a GPU they are pinned, and a stream of its own fills them. The host does not wait. On the device the optimizer's
-    next step waits for the copies, because it overwrites their sources.
-    """
+    """Buffers for the pieces that this rank writes, in the host's memory, used again for each checkpoint. On a GPU they
+    are pinned, and a stream of its own fills them. The host does not wait. On the device the optimizer's next step
+    waits for the copies, because it overwrites their sources."""
 
     def __init__(self, device: torch.device, optimizer: torch.optim.Optimizer) -> None:
         self._buffers: dict[Place, Tensor] = {}

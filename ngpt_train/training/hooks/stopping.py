@@ -67,11 +67,9 @@ class StopRequest:
 
 
 class Patience:
-    """Ends a trainer's wait for a row of streamed text: after a time, or when the process is told to stop.
-
-    With several ranks, the others wait for this rank in the next step, so that nothing can be saved. Then the process
-    waits for its row LAST_SECONDS longer.
-    """
+    """Ends a trainer's wait for a row of streamed text: after a time, or when the process is told to stop. With several
+    ranks, the others wait for this rank in the next step, so that nothing can be saved. Then the process waits for its
+    row LAST_SECONDS longer."""
 
     def __init__(self, stop: StopRequest, world: World, fetch_minutes: float) -> None:
         """fetch_minutes: data.fetch_minutes, a worker's limit for a shard; decoding may take as long again."""
@@ -111,11 +109,8 @@ class StopTogether(Hook):
         news: Callable[[], bool] = lambda: False,
         hear: Callable[[TrainingRun], None] = lambda run: None,
     ) -> None:
-        """step: number of completed steps; the first question follows the next one. clock: in seconds.
-
-        news: True if this rank has news for all ranks, such as a failed save. Then all ranks call `hear` after the same
-        step.
-        """
+        """step: number of completed steps; the first question follows the next one. clock: in seconds. news: True if
+        this rank has news for all ranks, such as a failed save. Then all ranks call `hear` after the same step."""
         self._stop, self._world, self._clock, self._news, self._hear = stop, world, clock, news, hear
         self.heard = False
         self._steps_between, self._next_question = 1, step + 1

@@ -39,11 +39,9 @@ EXIT_CODE = 1  # which torchrun starts again
 
 
 class Watchdog(Hook):
-    """Gives this rank's beats, and watches the next rank. Does nothing for a single rank, or for seconds=0.
-
-    seconds: a rank hangs after so many without a beat, or in a step of at least LONGER times as many. on_end: called
-    with the reason, on one rank, before the processes end.
-    """
+    """Gives this rank's beats, and watches the next rank. Does nothing for a single rank, or for seconds=0. seconds: a
+    rank hangs after so many without a beat, or in a step of at least LONGER times as many. on_end: called with the
+    reason, on one rank, before the processes end."""
 
     def __init__(self, world: World, seconds: float, on_end: Callable[[str], None]) -> None:
         self._world, self._seconds, self._on_end = world, seconds, on_end
