@@ -139,9 +139,9 @@ def forward_and_backward(
     loss_factor: Tensor,
     untouched: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Both passes over each of this rank's micro batches: the gradients of loss_factor times the summed loss. batches:
-    on the device. seeds: from `dropout_seeds`. loss_factor: 0-dim fp64. untouched: as for `train_step`. Returns the
-    cross-entropy and the z-loss, each summed over this rank's targets: 0-dim fp64, in nats."""
+    """Both passes over each of this rank's micro batches, on the device: the gradients of loss_factor, 0-dim fp64,
+    times the summed loss. Returns the cross-entropy and the z-loss, summed over this rank's targets: 0-dim fp64, in
+    nats."""
     if state.config.train.cuda_graphs:
         hold_gradients(state.model)
     loss_sum = torch.zeros((), dtype=torch.float64, device=state.world.device)

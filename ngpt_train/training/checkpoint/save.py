@@ -58,17 +58,15 @@ SPARE = 2**20  # bytes on the disk for the small files of a checkpoint
 
 @dataclass(frozen=True)
 class Snapshot:
-    """This rank's part of a checkpoint, before it is written. bytes: of all ranks' tensors. progress: the content of
-    state.json. add_files: writes more files into the directory, on rank 0. loss: of the last step; the manifest notes
-    whether it had exploded. problem: why this rank cannot write; None if it can."""
+    """This rank's part of a checkpoint, before it is written."""
 
     step: int
     pieces: tuple[Piece, ...]
-    bytes: int
-    progress: Mapping[str, Any]
-    add_files: Callable[[Path], None]
-    loss: float | None
-    problem: str | None = None
+    bytes: int  # of all ranks' tensors
+    progress: Mapping[str, Any]  # the content of state.json
+    add_files: Callable[[Path], None]  # writes more files into the directory, on rank 0
+    loss: float | None  # of the last step; the manifest notes whether it had exploded
+    problem: str | None = None  # why this rank cannot write; None if it can
 
 
 @dataclass
