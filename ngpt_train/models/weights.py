@@ -6,7 +6,7 @@ Names are listed in docs/weights.md: `embedding`, `output`, `layers.{i}.wq`, `la
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,13 +36,16 @@ def write_full(parameter: Tensor, values: Tensor) -> None:
     parameter.copy_(values)
 
 
-def export_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all weights, whole, by canonical name. A collective call if the model is sharded."""
-    return {
-        name: part.clone()
-        for parameter, parts in named_weights(model)
-        for name, part in zip(map(canonical, parts), _cut(parameter, parts), strict=True)
-    }
+def export_weights(model: nn.Module, of: Callable[[nn.Parameter], Tensor | None] = lambda x: x) -> dict[str, Tensor]:
+    """Copies of all weights, whole, by canonical name. A collective call if the model is sharded. of: what of each
+    parameter is copied, if there is any."""
+    found: dict[str, Tensor] = {}
+    for parameter, parts in named_weights(model):
+        if (tensor := of(parameter)) is not None:
+            whole = tensor.full_tensor() if is_sharded(tensor) else tensor
+            cut = whole.detach().split(list(parts.values()))
+            found |= {canonical(path): part.clone() for path, part in zip(parts, cut, strict=True)}
+    return found
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -73,12 +76,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 def export_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Copies of the gradients, as `export_weights`; a weight without gradient is left out."""
-    return {
-        name: part.clone()
-        for parameter, parts in named_weights(model)
-        if parameter.grad is not None
-        for name, part in zip(map(canonical, parts), _cut(parameter.grad, parts), strict=True)
-    }
+    return export_weights(model, lambda parameter: parameter.grad)
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[nn.Parameter, dict[str, int]]]:
@@ -104,12 +102,6 @@ def named_weights(model: nn.Module) -> Iterator[tuple[nn.Parameter, dict[str, in
 def canonical(path: str) -> str:
     """The canonical name of the weight at `path`: layers.0.attention.wq -> layers.0.wq."""
     return ".".join(part for part in path.split(".") if part not in _NOT_IN_NAME)
-
-
-def _cut(tensor: Tensor, parts: Mapping[str, int]) -> tuple[Tensor, ...]:
-    """The whole tensor, cut into the rows of its parts."""
-    full = tensor.full_tensor() if is_sharded(tensor) else tensor
-    return full.detach().split(list(parts.values()))
 
 
 # Step 0.
