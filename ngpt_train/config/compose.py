@@ -104,11 +104,9 @@ def _warn_of_layout(hardware: str, layout_of: str, scale: str) -> None:
 
 @lru_cache(maxsize=256)  # Hydra takes ten times as long as all the rest
 def _in_order(chosen: Sequence[str], lists: str) -> dict[str, str]:
-    """The section that each file fills, by its path `group/option`, in the order in which the files count.
-
-    `chosen` are the command line's `group=option`, `~group` for none, `lists` is JSON of Files.defaults_lists.
-    Raises ConfigError for lists that Hydra cannot order.
-    """
+    """The section that each file fills, by its path `group/option`, in the order in which the files count. `chosen` are
+    the command line's `group=option`, `~group` for none, `lists` is JSON of Files.defaults_lists. Raises ConfigError
+    for lists that Hydra cannot order."""
     import hydra
     from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra

@@ -177,10 +177,8 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_leaf(name: str, value: Any, keys: Mapping[str, Key], place: str = "", written: str | None = None) -> None:
-    """Raises ConfigError unless `name` is a key that takes `value`.
-
-    `place` is `in FILE` for a value of a file; `written` is the value as the user typed it.
-    """
+    """Raises ConfigError unless `name` is a key that takes `value`. `place` is `in FILE` for a value of a file;
+    `written` is the value as the user typed it."""
     if name not in keys:
         raise unknown_key(name, show(value), keys, place=place)
     key = keys[name]

@@ -30,10 +30,8 @@ MOST_YAML_DEPTH = 50
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replaces the content of `path`. After a kill or a power cut, `path` has either the old or the new content.
-
-    A device or a pipe, such as /dev/stdout, is written to: root could replace it by a file. Raises OSError.
-    """
+    """Replaces the content of `path`. After a kill or a power cut, `path` has either the old or the new content. A
+    device or a pipe, such as /dev/stdout, is written to: root could replace it by a file. Raises OSError."""
     if path.exists() and not path.is_file():
         path.write_bytes(content)
         return
@@ -65,9 +63,7 @@ def sync(path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Deletes a directory with all that is in it, a file, or a link, but not what that leads to. Raises OSError.
-
-    shutil.rmtree alone would wait for a pipe, for ever.
-    """
+    shutil.rmtree alone would wait for a pipe, for ever."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

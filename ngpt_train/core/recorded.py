@@ -24,9 +24,7 @@ class Sink:
 
     def log(self, record: Record) -> None:
         """Takes a record {"kind": "train" | "eval" | "tasks" | "sample" | "telemetry" | "rollback", "step": n, ...}.
-
-        Its other values are numbers or None; a sample also has texts.
-        """
+        Its other values are numbers or None; a sample also has texts."""
 
     def message(self, text: str) -> None:
         """Takes one line for people."""

@@ -83,10 +83,8 @@ def watched(watch: Watch) -> Iterator[None]:
 
 
 def choose(attention: str, device: torch.device, d_head: int, dtype: torch.dtype) -> None:
-    """Sets `kernels.attention=` for this process, for heads of size d_head in `dtype` on `device`.
-
-    Raises ValueError for an unknown choice, and where no kernel of that choice runs.
-    """
+    """Sets `kernels.attention=` for this process, for heads of size d_head in `dtype` on `device`. Raises ValueError
+    for an unknown choice, and where no kernel of that choice runs."""
     global _choice, _flash
     if attention not in CHOICES:
         raise ValueError(f"kernels.attention={attention}: allowed are {', '.join(CHOICES)}")
@@ -275,10 +273,8 @@ def wants_blocks() -> bool:
 
 
 def blocks(visible: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], B: int, T: int, device: torch.device) -> Blocks:
-    """A block mask of `(B, 1, T, T)`, the same for all heads.
-
-    visible(b, h, t, s), of 0-dim integer tensors: true if query t of row b sees key s. h is always 0.
-    """
+    """A block mask of `(B, 1, T, T)`, the same for all heads. visible(b, h, t, s), of 0-dim integer tensors: true if
+    query t of row b sees key s. h is always 0."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     # Uncompiled, create_block_mask would allocate the whole (B, T, T) mask.

@@ -122,10 +122,8 @@ def soft_capped(z: Tensor, soft_cap: float) -> Tensor:
 def token_losses(
     h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None = None, soft_cap: float = 0.0
 ) -> Tensor:
-    """The cross-entropy of each target, in the shape of targets; an IGNORED target has 0. Without gradients.
-
-    Arguments and dtype as of `linear_cross_entropy`. Its cross_entropy is the sum.
-    """
+    """The cross-entropy of each target, in the shape of targets; an IGNORED target has 0. Without gradients. Arguments
+    and dtype as of `linear_cross_entropy`. Its cross_entropy is the sum."""
     on_triton = runs_on_triton("linear_cross_entropy", h)
     losses, *_ = forward_of(h)(h, matrix, targets, scale, 0.0, False, False, False, 0.0, on_triton, soft_cap)
     return losses.view(targets.shape)
@@ -174,11 +172,9 @@ def losses_and_gradients(
     need_scale: bool, label_smoothing: float, on_triton: bool, soft_cap: float = 0.0,
     gradient_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(cross-entropies `(N,)`, z-loss terms, dh, dmatrix, dscale, smoothing terms e (z_t - mean_v z_v)).
-
-    The terms are sums over the N targets. The loss is the sum of cross-entropies and terms. A target that does not
-    count has cross-entropy 0. Where a gradient is not needed, or an option is 0, the tensor is empty.
-    """
+    """(cross-entropies `(N,)`, z-loss terms, dh, dmatrix, dscale, smoothing terms e (z_t - mean_v z_v)). The terms are
+    sums over the N targets. The loss is the sum of cross-entropies and terms. A target that does not count has
+    cross-entropy 0. Where a gradient is not needed, or an option is 0, the tensor is empty."""
     dtype = torch.promote_types(h.dtype, torch.float32)
     weight = scaled(matrix, scale).to(h.dtype)  # W', (V, d)
     onward = scale if gradient_scale is None else gradient_scale  # of dz on its way to h and W
@@ -241,10 +237,8 @@ linear_cross_entropy_forward = torch.library.custom_op(
 
 
 def forward_of(h: Tensor) -> Callable[..., tuple[Tensor, ...]]:
-    """`losses_and_gradients`, as one operation for torch.compile and for tensors without memory.
-
-    The first call of an operation imports the compiler, which takes as long as importing torch.
-    """
+    """`losses_and_gradients`, as one operation for torch.compile and for tensors without memory. The first call of an
+    operation imports the compiler, which takes as long as importing torch."""
     traced = torch.compiler.is_compiling() or type(h) is not Tensor or h.is_meta
     return linear_cross_entropy_forward if traced else losses_and_gradients
 

@@ -108,9 +108,7 @@ def choose(kernels: str) -> None:
 
 def switch_off(reasons: Mapping[str, str]) -> None:
     """Switches off the kernels of these names, and switches on all others: operations then run in plain PyTorch.
-
-    reasons: by name, for the log. kernels/attention.py knows the names "attention" and "attention of documents".
-    """
+    reasons: by name, for the log. kernels/attention.py knows the names "attention" and "attention of documents"."""
     global _off
     _off = dict(reasons)
 
@@ -163,11 +161,9 @@ def interpreted() -> bool:
 
 
 def runs_on_triton(operation: str, *tensors: Tensor, unsupported: str | None = None) -> bool:
-    """True if the Triton kernel of `operation` runs on these tensors, at least one.
-
-    unsupported: an option that the kernel does not support. If the kernel would run without that option, or with
-    another dtype, the log says so once.
-    """
+    """True if the Triton kernel of `operation` runs on these tensors, at least one. unsupported: an option that the
+    kernel does not support. If the kernel would run without that option, or with another dtype, the log says so
+    once."""
     if _choice == "torch" or operation in _off:
         return False
     if _choice == "auto" and not (tensors[0].is_cuda and _gpu_suits()):

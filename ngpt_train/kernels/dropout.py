@@ -48,10 +48,8 @@ def row_seeds(seed: int, step: int, rows: Tensor) -> Tensor:
 
 
 def kept(p: float, seeds: Tensor, shape: torch.Size) -> Tensor:
-    """bool of this shape `(B, ...)`: true for an element that stays, with probability 1 - p.
-
-    seeds `(B,)`. An element is a function of its row's seed and of its place in the row.
-    """
+    """bool of this shape `(B, ...)`: true for an element that stays, with probability 1 - p. seeds `(B,)`. An element
+    is a function of its row's seed and of its place in the row."""
     for size in shape[1:]:
         seeds = numbers(seeds, size)
     # Uniform from -2^63 to 2^63 - 1. The probability is exact to 2^-53, the precision of p.
@@ -59,8 +57,6 @@ def kept(p: float, seeds: Tensor, shape: torch.Size) -> Tensor:
 
 
 def dropout(x: Tensor, p: float, seeds: Tensor) -> Tensor:
-    """x / (1 - p) where an element is kept, else 0: x `(B, ...)` -> the same shape and dtype.
-
-    p: in [0, 1), the probability of 0. seeds: int64 `(B,)`. The backward pass keeps a bool per element.
-    """
+    """x / (1 - p) where an element is kept, else 0: x `(B, ...)` -> the same shape and dtype. p: in [0, 1), the
+    probability of 0. seeds: int64 `(B,)`. The backward pass keeps a bool per element."""
     return torch.where(kept(p, seeds, x.shape), x * (1 / (1 - p)), 0)

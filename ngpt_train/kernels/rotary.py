@@ -57,10 +57,8 @@ class Rope(NamedTuple):
 
 
 def rotate(x: Tensor, rope: Rope | None) -> Tensor:
-    """R x: rotates each pair of x `(B, T, H, D)` by its position's angle; the length of x does not change.
-
-    Without rope, x itself: the model has no positions, or has them in the embedding.
-    """
+    """R x: rotates each pair of x `(B, T, H, D)` by its position's angle; the length of x does not change. Without
+    rope, x itself: the model has no positions, or has them in the embedding."""
     if rope is None:
         return x
     first, second = pairs(x, rope.interleaved)
@@ -154,10 +152,8 @@ def check(joined: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None, option
 def in_the_dtype_of_qkv(
     joined: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None, options: Options, by_hand: bool = False
 ) -> Heads:
-    """The formula, from one tensor qkv to q' and k' in its dtype.
-
-    by_hand: R and Norm in fewer passes over memory, without gradients.
-    """
+    """The formula, from one tensor qkv to q' and k' in its dtype. by_hand: R and Norm in fewer passes over memory,
+    without gradients."""
     qkv = QKV.of(joined, options.n_heads, options.n_kv_heads)
     wide = QKV(at_least_fp32(qkv.q), at_least_fp32(qkv.k), qkv.v)
     functions = (normalize_by_hand, rotate_by_hand) if by_hand else ()

@@ -34,11 +34,9 @@ def __getattr__(name: str) -> Any:
 
 
 def build_model(config: ModelConfig, seed: int = 0) -> Decoder:
-    """The model of `config` on the current default device, with the weights that `seed` gives it.
-
-    On the `meta` device the parameters have no values: move the model with `to_empty`, then call `init_weights_`.
-    Raises ConfigError while `model.vocab_size` or another key is still `auto`, and for a model.py without `Model`.
-    """
+    """The model of `config` on the current default device, with the weights that `seed` gives it. On the `meta` device
+    the parameters have no values: move the model with `to_empty`, then call `init_weights_`. Raises ConfigError while
+    `model.vocab_size` or another key is still `auto`, and for a model.py without `Model`."""
     if not isinstance(config.vocab_size, int):
         raise ConfigError(
             f"model.vocab_size={config.vocab_size}: the size of the vocabulary must be known to build a model. "

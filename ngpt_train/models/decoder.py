@@ -188,10 +188,8 @@ class Decoder(nn.Module):
         return self.constraint == "sphere"
 
     def project_(self, skipped: Tensor | None = None) -> None:
-        """Imposes the constraint on the weights again, in place.
-
-        skipped: 0-dim bool on the device. If it is true, no bit of a weight changes. The host does not wait for it.
-        """
+        """Imposes the constraint on the weights again, in place. skipped: 0-dim bool on the device. If it is true, no
+        bit of a weight changes. The host does not wait for it."""
         if self.constraint != "free":
             for parameter in self.parameters():
                 if parameter.ndim == 2:
@@ -206,10 +204,8 @@ class Decoder(nn.Module):
         check_documents(doc_ids, device, self.config.d_model // self.config.n_heads, dtype)
 
     def begin_step_(self, step: int, loss_factor: Tensor) -> None:
-        """Called before the forward passes of a training step.
-
-        step: steps completed before it. loss_factor: 0-dim, the factor of the summed losses.
-        """
+        """Called before the forward passes of a training step. step: steps completed before it. loss_factor: 0-dim, the
+        factor of the summed losses."""
 
     def statistics(self) -> dict[str, Tensor]:
         """Running statistics by name: part of the training state, not learned. A caller may change them in place."""
@@ -300,10 +296,8 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def next_token_logits(self, prompt: Tensor, new: Tensor) -> Tensor:
-        """Logits `(V,)` of the token that follows prompt `(P,)`, P >= 1, and the generated tokens new `(N,)`.
-
-        Only the last `context` tokens count. All are computed again for each token; models/decoding.py keeps them.
-        """
+        """Logits `(V,)` of the token that follows prompt `(P,)`, P >= 1, and the generated tokens new `(N,)`. Only the
+        last `context` tokens count. All are computed again for each token; models/decoding.py keeps them."""
         return self(torch.cat([prompt, new])[None, -self.config.context :])[0, -1]
 
     def init_weights_(self, seed: int) -> None:

@@ -62,11 +62,9 @@ class EncoderDecoder(Decoder):
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, doc_ids: Tensor | None = None, seeds: Tensor | None = None
     ) -> Tensor | tuple:
-        """Logits `(B, T, V)` at the decoder's positions, in at least fp32, or with targets their `Loss`.
-
-        tokens, targets, doc_ids: `(B, S + T)` integers, S = source_context; the first S targets do not count. seeds: as
-        of Decoder.forward. Raises ValueError for rows of S tokens or fewer, too.
-        """
+        """Logits `(B, T, V)` at the decoder's positions, in at least fp32, or with targets their `Loss`. tokens,
+        targets, doc_ids: `(B, S + T)` integers, S = source_context; the first S targets do not count. seeds: as of
+        Decoder.forward. Raises ValueError for rows of S tokens or fewer, too."""
         of_source, of_encoder, of_embedding, of_decoder = seeds_of_parts(self.seeds_in_use(seeds), 4)
         S = tokens.shape[1] // 2 if self.translates else self.source_context
         if tokens.shape[1] <= S:

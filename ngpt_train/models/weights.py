@@ -49,11 +49,9 @@ def export_weights(model: nn.Module, of: Callable[[nn.Parameter], Tensor | None]
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copies whole tensors, by canonical name, into the model. It does not project them.
-
-    Raises DataError, which names every missing or unknown name and every wrong shape, and then leaves the model
-    unchanged. Raises ValueError for a model on `meta`, which has no memory.
-    """
+    """Copies whole tensors, by canonical name, into the model. It does not project them. Raises DataError, which names
+    every missing or unknown name and every wrong shape, and then leaves the model unchanged. Raises ValueError for a
+    model on `meta`, which has no memory."""
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("load_weights: the model is on meta; give it memory first, with model.to_empty(device=...)")
     wanted = {
@@ -80,10 +78,8 @@ def export_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[nn.Parameter, dict[str, int]]]:
-    """The model's parameters, each with the paths and numbers of rows of the weights that are stacked in it.
-
-    A parameter that is not fused has one path, its own. Raises ValueError if two weights have one canonical name.
-    """
+    """The model's parameters, each with the paths and numbers of rows of the weights that are stacked in it. A
+    parameter that is not fused has one path, its own. Raises ValueError if two weights have one canonical name."""
     fused = {
         f"{place}.{name}": {".".join([*place.split(".")[:-1], part]): rows for part, rows in parts.items()}
         for place, module in model.named_modules()

@@ -29,10 +29,8 @@ def gate(d: Tensor, power: float, gate_eps: float) -> Tensor:
 
 
 class GatedAdam(FusedAdam):
-    """Adam or AdamW with a gate, elementwise on parameters of any shape: under FSDP2 a rank moves its own rows.
-
-    power, gate_eps: a and eps_gate, both above 0. options: for torch.optim.Adam.
-    """
+    """Adam or AdamW with a gate, elementwise on parameters of any shape: under FSDP2 a rank moves its own rows. power,
+    gate_eps: a and eps_gate, both above 0. options: for torch.optim.Adam."""
 
     def __init__(self, groups: list[dict[str, Any]], power: float, gate_eps: float, **options: Any) -> None:
         super().__init__(groups, **options)

@@ -88,11 +88,9 @@ class WorkingCopies:
 
     @contextmanager
     def lent(self, untouched: bool) -> Iterator[None]:
-        """While the body runs, each linear has its copy as `bf16_copy`.
-
-        untouched: the caller promises that nothing has written to the matrices since the last step unseen by torch.
-        Then valid copies are lent as they are; otherwise all are made anew.
-        """
+        """While the body runs, each linear has its copy as `bf16_copy`. untouched: the caller promises that nothing has
+        written to the matrices since the last step unseen by torch. Then valid copies are lent as they are; otherwise
+        all are made anew."""
         try:
             for linear in self.linears:
                 matrix = linear.matrix

@@ -105,11 +105,8 @@ def of_adam(
 
 @contextmanager
 def recorded(documents: bool) -> Iterator[Counter[Call]]:
-    """Inside a `with`, counts the calls of Triton kernels and of attention.
-
-    documents: True if a mask of attention separates documents, which may have a kernel of their own. `dispatch` chooses
-    the kernels.
-    """
+    """Inside a `with`, counts the calls of Triton kernels and of attention. documents: True if a mask of attention
+    separates documents, which may have a kernel of their own. `dispatch` chooses the kernels."""
     calls: Counter[Call] = Counter()
 
     def see(name: str, on_triton: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

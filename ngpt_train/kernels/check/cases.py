@@ -82,10 +82,8 @@ class Draw:
 
 
 def case_of(call: Call, device: torch.device, kernels: bool = True, every_token: bool = False) -> Comparison:
-    """The comparison of a call of a fused operation.
-
-    kernels: True if Triton's run, which round less than PyTorch. every_token: the loss, too, takes all tokens.
-    """
+    """The comparison of a call of a fused operation. kernels: True if Triton's run, which round less than PyTorch.
+    every_token: the loss, too, takes all tokens."""
     if call.kernel == "linear_cross_entropy":
         return cross_entropy_case(call, Draw(device), every_token)
     return CASES[call.kernel](call, Draw(device), kernels)
@@ -258,9 +256,7 @@ def fitting(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def times_of_call(call: Call, device: torch.device, compiled: bool) -> tuple[float, float]:
     """Microseconds of the kernel, and of plain PyTorch in its place, for one call: medians of measurements in turn.
-
-    compiled: True if the model's blocks are compiled.
-    """
+    compiled: True if the model's blocks are compiled."""
     case = case_of(call, device, every_token=True)
     ours = case.timed or case.ours
     inputs = case.draw()
@@ -284,11 +280,9 @@ def times_of_call(call: Call, device: torch.device, compiled: bool) -> tuple[flo
 
 
 def errors_of_attention(call: Call, draw: Draw) -> dict[str, Error]:
-    """The errors of the output and of the gradients of q, k and v, by name.
-
-    All of a call runs. The first and the last head of the first and the last row are compared with softmax(scale q k^T)
-    v written out, which does not fit into memory for all.
-    """
+    """The errors of the output and of the gradients of q, k and v, by name. All of a call runs. The first and the last
+    head of the first and the last row are compared with softmax(scale q k^T) v written out, which does not fit into
+    memory for all."""
     B, T, H, D = call.shape
     S, H_kv = call["keys"]
     dtype, scale = getattr(torch, call.dtype), call["scale"]

@@ -265,11 +265,9 @@ def _(
 
 
 def blocks_of(n_heads: int, n_kv_heads: int, D: int) -> tuple[dict[str, int], int, int, int]:
-    """HEADS and PAIRS of a program's tile, warps of a program, number of tiles for q, and number of tiles for k.
-
-    A program has 1, 2 or 4 warps. HEADS is chosen so that the tiles have the fewest rows without a head; among equals
-    the largest, because every program reads the angles again.
-    """
+    """HEADS and PAIRS of a program's tile, warps of a program, number of tiles for q, and number of tiles for k. A
+    program has 1, 2 or 4 warps. HEADS is chosen so that the tiles have the fewest rows without a head; among equals the
+    largest, because every program reads the angles again."""
     pairs = triton.next_power_of_2(D // 2)
     sizes = [max(1, warps * PAIRS_PER_WARP // pairs) for warps in range(MOST_WARPS, 0, -1) if warps != 3]
     tiles = {heads: (triton.cdiv(n_heads, heads), triton.cdiv(n_kv_heads, heads)) for heads in sizes}

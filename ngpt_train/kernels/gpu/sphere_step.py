@@ -41,10 +41,8 @@ def _(h: Tensor, x: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def sphere_step_backward(
     g: Tensor, g_too: Tensor | None, h: Tensor, x: Tensor, alpha: Tensor, r_x: Tensor, r_u: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dh and dx, in the shapes and dtypes of h and x, and dalpha `(D,)` in fp32.
-
-    g + g_too is the gradient of h' (see HiddenState); g_too None is 0. r_x, r_u: from the forward pass.
-    """
+    """dh and dx, in the shapes and dtypes of h and x, and dalpha `(D,)` in fp32. g + g_too is the gradient of h' (see
+    HiddenState); g_too None is 0. r_x, r_u: from the forward pass."""
     h_rows, x_rows, g_rows = as_rows(h), as_rows(x), as_rows(g)
     too_rows = g_rows if g_too is None else as_rows(g_too)
     N, D = h_rows.shape

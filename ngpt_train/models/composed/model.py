@@ -31,9 +31,7 @@ from ngpt_train.models.powernorm.running_statistics import DecoderOverBatch, Nor
 
 class ComposedBlock(nn.Module):
     """Attention, then MLP, each in its placement. It returns x and the batch statistics of its norms over the batch.
-
-    cross: between them attention to the encoder's output, with the placement, norms and scales of attention.
-    """
+    cross: between them attention to the encoder's output, with the placement, norms and scales of attention."""
 
     def __init__(self, config: ComposedConfig, causal: bool = True, cross: bool = False) -> None:
         super().__init__()

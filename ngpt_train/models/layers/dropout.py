@@ -63,10 +63,8 @@ class Dropout(nn.Module):
 
 
 def number_places(blocks: Iterable[nn.Module]) -> None:
-    """Gives every Dropout of a block a number of its own, the same in every block of a kind.
-
-    Raises ConfigError for a plug-in's block that waits for seeds, as blocks did earlier: it would drop nothing.
-    """
+    """Gives every Dropout of a block a number of its own, the same in every block of a kind. Raises ConfigError for a
+    plug-in's block that waits for seeds, as blocks did earlier: it would drop nothing."""
     for block in blocks:
         if "seeds" in inspect.signature(block.forward).parameters:
             raise ConfigError(

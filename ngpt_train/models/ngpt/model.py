@@ -29,10 +29,8 @@ from ngpt_train.models.ngpt.keys import AlphaConfig, NGPTConfig, ScaledConfig, S
 
 
 class NGPTBlock(nn.Module):
-    """Two steps on the sphere. There is no other normalisation of h (Table 1, right column).
-
-    cross: a step between them by attention to the encoder's output, as in the decoder of ntransformer.
-    """
+    """Two steps on the sphere. There is no other normalisation of h (Table 1, right column). cross: a step between them
+    by attention to the encoder's output, as in the decoder of ntransformer."""
 
     def __init__(self, config: NGPTConfig, causal: bool = True, cross: AlphaConfig | None = None) -> None:
         super().__init__()
@@ -202,10 +200,8 @@ SCALED_GATES: dict[str, Callable[..., Tensor]] = {"silu": scaled_swiglu, "gelu":
 
 
 class Spherical(Decoder):
-    """A model on the sphere without its blocks: embedding, head, initialisation and projection.
-
-    A subclass sets `s_z`, the scale of the logits.
-    """
+    """A model on the sphere without its blocks: embedding, head, initialisation and projection. A subclass sets `s_z`,
+    the scale of the logits."""
 
     decays = False  # the projection fixes the length of every row (section 2.6, item 7)
     config: NGPTConfig

@@ -115,10 +115,8 @@ class NormOverBatch(nn.Module):
         return F.rms_norm(grouped, grouped.shape[-1:], eps=self.eps).flatten(-2)
 
     def mean(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The mean `(d,)` of x `(B, T, d)` over the valid tokens, and their number, 0-dim.
-
-        They are the tokens of this rank or, if statistics are synchronised, of all ranks.
-        """
+        """The mean `(d,)` of x `(B, T, d)` over the valid tokens, and their number, 0-dim. They are the tokens of this
+        rank or, if statistics are synchronised, of all ranks."""
         weight = x.new_ones(x.shape[:2]) if valid is None else valid.to(x.dtype)
         weighted = x if valid is None else x * weight.unsqueeze(-1)
         total = self.over_ranks(torch.cat([weighted.sum((0, 1)), weight.sum().view(1)]))
@@ -165,11 +163,9 @@ def move_average_(mean: Tensor, value: Tensor, share: Tensor | float) -> None:
 
 
 class DecoderOverBatch(Decoder):
-    """A decoder or encoder-decoder with norms over the batch, whose running statistics it updates in training.
-
-    A block is called as (h, *arguments, running), with the running statistics of its norms over the batch, and returns
-    h and their statistics of the batch, both in the order of `norms_in`. `norm_final` is the norm after the last block.
-    """
+    """A decoder or encoder-decoder with norms over the batch, whose running statistics it updates in training. A block
+    is called as (h, *arguments, running), with the running statistics of its norms over the batch, and returns h and
+    their statistics of the batch, both in the order of `norms_in`. `norm_final` is the norm after the last block."""
 
     config: PowerNormConfig
     norm_final: nn.Module
