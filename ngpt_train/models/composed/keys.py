@@ -20,8 +20,10 @@ SUBLAYERS = ("none", "mlp", "attn", "both")
 
 @dataclass
 class ComposedConfig(PositionKeys, PowerNormConfig):
-    """A decoder with options for the norm, its places and the other parts of a block. The defaults are GPT's. The keys
-    of norms over the batch are PowerNorm's."""
+    """A decoder with options for the norm, its places and the other parts of a block. The defaults are GPT's.
+
+    The keys of norms over the batch are PowerNorm's.
+    """
 
     name: str = key("composed", "Architecture, chosen with model=NAME.")
     init: InitConfig = field(default_factory=lambda: InitConfig(embedding=AUTO))
