@@ -331,10 +331,5 @@ class ModelConfig:
 
     def not_in_weights(self) -> set[str]:
         """Keys of model.* that a run may change although it begins with the weights of another (run.init_from)."""
-        return {
-            "context",
-            "init",
-            "init_table",
-            "mask_share",
-            *("embedding_dropout", "residual_dropout", "attention_dropout"),
-        }
+        dropout = {"embedding_dropout", "residual_dropout", "attention_dropout"}
+        return {"context", "init", "init_table", "mask_share"} | dropout

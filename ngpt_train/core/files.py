@@ -225,12 +225,8 @@ class DirectoryLock:
             with open(os.open(self._path, os.O_RDONLY | os.O_NONBLOCK)) as file:  # a pipe would be waited for
                 # A shared lock, so that ranks that look at the same time do not refuse each other.
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return False
-        except BlockingIOError:
-            return True
-        except OSError:  # no locks on this file system; `take` says so
-            return False
+        except OSError as error:  # no file; or no locks on this file system, as `take` says
+            return isinstance(error, BlockingIOError)
         return False
 
     def holder(self) -> str:

@@ -154,9 +154,7 @@ def printable(line: str) -> str:
 
 def finite(record: Record) -> Record:
     """The record with None, which stands for not known, for NaN and infinities, which JSON lacks."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
-    }
+    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in record.items()}
 
 
 def measured(record: Record, digits: int) -> str:

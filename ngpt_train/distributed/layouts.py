@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -191,13 +192,11 @@ def shard(model: Decoder, world: World, n_shards: int, keep_whole: bool = False)
     names = ("replicate", "shard") if replicated else ("shard",)
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
     whole = set(vectors(model))
-    blocks = MixedPrecisionPolicy(
-        param_dtype=model.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
+    policy = partial(MixedPrecisionPolicy, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    of_blocks = policy(param_dtype=model.compute_dtype)
     for block in model.blocks():
-        fully_shard(block, mesh=mesh, mp_policy=blocks, ignored_params=whole, reshard_after_forward=not keep_whole)
-    root = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    fully_shard(model, mesh=mesh, mp_policy=root, ignored_params=whole)
+        fully_shard(block, mesh=mesh, mp_policy=of_blocks, ignored_params=whole, reshard_after_forward=not keep_whole)
+    fully_shard(model, mesh=mesh, mp_policy=policy(), ignored_params=whole)
 
 
 def is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
@@ -292,7 +291,8 @@ def accumulating(forward: nn.Module, config: ParallelConfig, last: bool) -> Abst
 
 def average_vectors_(model: nn.Module, world: World) -> None:
     """Under FSDP2, averages the gradients of the vectors, which are not sharded, over ranks in one collective."""
-    if not is_fsdp(model) or world.size == 1:
+    sharded = is_fsdp(model)
+    if not sharded or world.size == 1:
         return
     gradients = [parameter.grad for parameter in vectors(model) if parameter.grad is not None]
     flat = world.sum_(torch.cat(gradients)) / world.size

@@ -44,9 +44,7 @@ def build_model(config: ModelConfig, seed: int = 0) -> Decoder:
         )
     config.settle_starts()
     if unknown := [name for name, value in vars(config).items() if value == AUTO]:
-        raise ConfigError(
-            f"model.{unknown[0]}=auto: load_config fills it in; in a config made by hand set it to a number."
-        )
+        raise ConfigError(f"model.{unknown[0]}=auto: load_config fills it in; in a config made by hand set a number.")
     module = importlib.import_module(f"{__name__}.{config.name}.model")
     if not hasattr(module, "Model"):
         raise ConfigError(f"model.name={config.name}: {module.__file__} has no class Model\n  Add: Model = YOUR_CLASS")

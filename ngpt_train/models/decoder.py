@@ -15,14 +15,9 @@ from torch import Tensor, nn
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.constants import IGNORED, MILLION, Constraint
+from ngpt_train.kernels.attention import Mask
 from ngpt_train.kernels.cross_entropy import linear_cross_entropy, soft_capped, token_losses
-from ngpt_train.models.layers.documents import (
-    Mask,
-    boolean_mask,
-    check_documents,
-    document_mask,
-    positions_in_documents,
-)
+from ngpt_train.models.layers.documents import boolean_mask, check_documents, document_mask, positions_in_documents
 from ngpt_train.models.layers.dropout import Dropout, each_with_seeds, number_places, seeded, seeds_of_parts
 from ngpt_train.models.layers.norms import project_rows_
 from ngpt_train.models.layers.rope import UNSCALED, Rope, rope_table

@@ -137,9 +137,8 @@ def init_weights_(model: Decoder, seed: int) -> None:
             reset()
     for parameter, parts in named_weights(model):
         if parameter.ndim >= 2:
-            drawn = [
-                by_path(seed, path, (rows, *parameter.shape[1:]), model.init_std(path)) for path, rows in parts.items()
-            ]
+            shapes = {path: (rows, *parameter.shape[1:]) for path, rows in parts.items()}
+            drawn = [by_path(seed, path, shape, model.init_std(path)) for path, shape in shapes.items()]
             write_full(parameter, torch.cat(drawn))
             if model.constraint == "ball":
                 project_rows_(parameter, "sphere")

@@ -19,14 +19,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from ngpt_train.models.layers.linear import OutputLinear
 from ngpt_train.models.rank_rows import first_row, local_rows
 from ngpt_train.models.weights import named_weights
+from ngpt_train.optim import matrix_steps
 from ngpt_train.optim.fused_adam import FusedAdam
-from ngpt_train.optim.matrix_steps import (
-    adam_direction,
-    adjustment,
-    ball_factors,
-    one_length_per_neuron,
-    orthogonalised,
-)
 
 if TYPE_CHECKING:
     from ngpt_train.config.sections.optim import OptimConfig
@@ -114,12 +108,13 @@ class MatrixOptimizer(FusedAdam):
             products = over_shards(products, next(iter(moving)))
             n_each = [len(self.matrices[weight].rows) for weight in directions]
             for (weight, u), of_weight in zip(directions.items(), products.split(n_each), strict=True):
-                self._move(weight, u, ball_factors(of_weight, moving[weight]["lr"]).to(weight.dtype).unbind())
+                factors = matrix_steps.ball_factors(of_weight, moving[weight]["lr"])
+                self._move(weight, u, factors.to(weight.dtype).unbind())
         else:
             for weight, u in directions.items():
                 lr, sizes = moving[weight]["lr"], self.matrices[weight].sizes(weight.shape[1])
                 keep = 1 - lr * moving[weight]["weight_decay"]
-                self._move(weight, u, [(keep, lr * adjustment(self.adjust_lr, *size)) for size in sizes])
+                self._move(weight, u, [(keep, lr * matrix_steps.adjustment(self.adjust_lr, *size)) for size in sizes])
         super().step()
 
     def _of_one_shape(self, weights: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -146,7 +141,7 @@ class MatrixOptimizer(FusedAdam):
         v = torch.lerp(local_rows(state["exp_avg_sq"]), g.square(), 1 - beta2)
         self._keep(state["exp_avg"], m)
         self._keep(state["exp_avg_sq"], v)
-        return adam_direction(m, v, state["step"], beta1, beta2, group["eps"])
+        return matrix_steps.adam_direction(m, v, state["step"], beta1, beta2, group["eps"])
 
     def _muon(self, weights: Sequence[Tensor]) -> Iterable[Tensor]:
         """u for this rank's rows of stored matrices of one shape. Moves their state."""
@@ -159,12 +154,13 @@ class MatrixOptimizer(FusedAdam):
         u = torch.lerp(g, buffer, self.momentum) if self.nesterov else buffer
         shared = SharedOut(len(weights), weights[0], self.mesh)
         whole = shared.to_owners(u.to(self.dtype))  # (some of k, rows, d_model)
-        parts = [orthogonalised(part) for part in whole.split(stored.rows, dim=1)]
+        parts = [matrix_steps.orthogonalised(part) for part in whole.split(stored.rows, dim=1)]
         if self.direction == "normuon":
             inputs = 1 if stored.transposed else 2
             old = shared.own(torch.stack([state["mean_square"] for state in states]))
             olds = old.split([1] if stored.transposed else stored.rows, dim=1)
-            even = [one_length_per_neuron(part.to(u.dtype), x, inputs) for part, x in zip(parts, olds, strict=True)]
+            pairs = zip(parts, olds, strict=True)
+            even = [matrix_steps.one_length_per_neuron(part.to(u.dtype), x, inputs) for part, x in pairs]
             parts = [part for part, _ in even]
             for state, new in zip(states, shared.of_all(torch.cat([new for _, new in even], dim=1)), strict=True):
                 self._keep(state["mean_square"], new)

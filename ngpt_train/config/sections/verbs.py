@@ -97,11 +97,8 @@ class LengthConfig:
         idle += ["rope"] if self.rope != ["none"] else []
         if self.contexts is None and idle:
             keys = " ".join(f"evaluate.length.{name}" for name in idle)
-            yield (
-                f"{keys} evaluate.length.contexts",
-                "no such evaluation",
-                "Name contexts, as in [1024], or leave it out",
-            )
+            fix = "Name contexts, as in [1024], or leave it out"
+            yield f"{keys} evaluate.length.contexts", "no such evaluation", fix
         if not self.rope or not set(self.rope) <= {"none", "linear", "ntk"}:
             yield "evaluate.length.rope", "not a list of none, linear and ntk", "For example [none,ntk]"
         if self.contexts is not None and self.stride is not None and self.stride > min(self.contexts):

@@ -8,12 +8,9 @@ from ngpt_train.config.keys import AUTO, Conflict, key, nearest_multiples
 from ngpt_train.config.model_keys import InitConfig
 from ngpt_train.config.schema import Config
 from ngpt_train.models.normformer.keys import PositionKeys
-from ngpt_train.models.powernorm.keys import PowerNormConfig
+from ngpt_train.models.powernorm.keys import OVER_BATCH, PowerNormConfig
 
-NORMS = (
-    *("rms", "layer", "layer_no_bias", "layer_no_gain", "layer_plain"),
-    *("cogview", "dyt", "derf", "pn", "pn_v", "batch"),
-)
+NORMS = ("rms", "layer", "layer_no_bias", "layer_no_gain", "layer_plain", "cogview", "dyt", "derf", *OVER_BATCH)
 PLACEMENTS = ("pre", "post", "peri", "reordered")
 SUBLAYERS = ("none", "mlp", "attn", "both")
 

@@ -74,9 +74,8 @@ class ComposedBlock(nn.Module):
 
     def step(self, sublayer: str, x: Tensor, f: Map, lambda_: Map, norms: NormPass) -> Tensor:
         """x + f(norm(x)), or the form of the placement of this sublayer: `attn`, `cross` or `mlp`."""
-        norm_in, norm_post, gamma, drop = (
-            getattr(self, f"{part}_{sublayer}") for part in ("norm", "norm_post", "layer_scale", "drop")
-        )
+        parts = ("norm", "norm_post", "layer_scale", "drop")
+        norm_in, norm_post, gamma, drop = (getattr(self, f"{part}_{sublayer}") for part in parts)
         post = self.config.placement_of("mlp" if sublayer == "mlp" else "attn") == "post"
         after: dict[str, Map] = {"norm_sum" if post else "norm_out": norms(norm_post)}
         return residual(x, f, drop, norm_in=norms(norm_in), lambda_=lambda_, gamma=gamma, **after)

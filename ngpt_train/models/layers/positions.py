@@ -22,8 +22,7 @@ def sinusoids(length: int, d_model: int, device: torch.device) -> Tensor:
 
     Vaswani et al. 2017, section 3.5.
     """
+    t = torch.arange(length, device=device, dtype=torch.float64)
     evens = torch.arange(0, d_model, 2, device=device, dtype=torch.float64)
-    angles = torch.outer(
-        torch.arange(length, device=device, dtype=torch.float64), 10000.0 ** (-evens / d_model)
-    )  # (T, d/2)
+    angles = torch.outer(t, 10000.0 ** (-evens / d_model))  # (T, d/2)
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)[:, :d_model]

@@ -12,9 +12,13 @@ from ngpt_train.core.constants import Constraint
 # The words that `init` and `scale` of a scale vector may be besides a number. auto: model.init_table's for the scale,
 # else the paper's.
 SCALE_WORDS = (AUTO, "1/L", "0.05*L_ref/L", "0.05*sqrt(L_ref/L)", "1/sqrt(d)", "sqrt(d)", "sqrt(d/d_ref)")
-VECTORS = ("s_qk", "s_u", "s_v", "s_z", "alpha_attn", "alpha_mlp")
 UPDATES = ("lerp", "slerp", "riemannian")
 SOFTMAX_SCALES = ("sqrt(d_k)", "1/sqrt(d_k)", "d/sqrt(d_k)")
+
+
+def starts_of(*vectors: str) -> tuple[str, ...]:
+    """The keys of scale vectors for `ModelConfig.starts`."""
+    return tuple(f"{vector}.{key}" for vector in vectors for key in ("init", "scale"))
 
 
 @dataclass
@@ -204,7 +208,7 @@ class NGPTConfig(ScaledConfig):
         maximum=10,
     )
 
-    starts = (*ModelConfig.starts, *(f"{vector}.{key}" for vector in VECTORS for key in ("init", "scale")))
+    starts = ModelConfig.starts + starts_of("s_qk", "s_u", "s_v", "s_z", "alpha_attn", "alpha_mlp")
 
     @property
     def rows(self) -> Constraint:
