@@ -135,11 +135,8 @@ class TrainingRun:
     def spent(self) -> Record:
         """train_seconds: wall time in training steps and waits for data, without validations and checkpoints. flops: of
         all steps so far by the usual convention (models/decoder.py). Skipped steps and padding count."""
-        tokens, context = self.step * self.tokens_per_step, self.state.config.model.context
-        return {
-            "train_seconds": self.state.train_seconds,
-            "flops": float(tokens * self.state.model.flops_per_token(context)),
-        }
+        flops = self.state.model.flops_per_token(self.state.config.model.context) * self.step * self.tokens_per_step
+        return {"train_seconds": self.state.train_seconds, "flops": float(flops)}
 
     @property
     def tokens_per_step(self) -> int:

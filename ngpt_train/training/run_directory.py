@@ -76,9 +76,8 @@ class RunDirectory:
         if not self.used:
             if not self._has_other_files():
                 return _no_checkpoint(config, self.checkpoints)
-            raise ConfigError(
-                f"{name}: {self.path} exists and is not the directory of a run. Choose another run.name or run.root."
-            )
+            problem = f"{name}: {self.path} exists and is not the directory of a run"
+            raise ConfigError(f"{problem}. Choose another run.name or run.root.")
         if self._lock.is_taken():
             raise ConfigError(
                 f"{name}: {self._lock.holder()} is training in {self.path}. "
@@ -195,9 +194,8 @@ class RunDirectory:
             problem = "cannot be written" if nearest.is_dir() else "is a file, not a directory"
         except OSError as error:  # a name that is too long
             nearest, problem = self.path, f"cannot be used ({error.strerror})"
-        raise ConfigError(
-            f"run.root={config.run.root}, run.name={config.run.name}: {nearest} {problem}. Choose another place."
-        )
+        keys = f"run.root={config.run.root}, run.name={config.run.name}"
+        raise ConfigError(f"{keys}: {nearest} {problem}. Choose another place.")
 
     def _check_entries(self, name: str) -> None:
         """Raises DataError where a file or directory of the run is a link or of another kind. `checkpoints` may be a
@@ -316,9 +314,8 @@ class RunDirectory:
         known = isinstance(last, dict) and all(isinstance(last.get(name), str) for name in _IDENTITY)
         if known and type(record.get("saved", 0)) is int:
             return record
-        raise DataError(
-            f"{path} is damaged: it does not say how the run began. Restore it, or choose another run.name."
-        )
+        problem = f"{path} is damaged: it does not say how the run began"
+        raise DataError(f"{problem}. Restore it, or choose another run.name.")
 
     def _last_start(self) -> dict[str, Any]:
         return self._record()["starts"][-1]
@@ -358,13 +355,10 @@ def origin(device: torch.device) -> dict[str, Any]:
     lines = text_of(Path("/proc/cpuinfo")).splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     name = next(names, platform.processor() or platform.machine())
+    versions = {"ngpt_train": ngpt_train.__version__, "torch": torch.__version__, "python": platform.python_version()}
     return {
         "git_commit": git_commit(),
-        "versions": {
-            "ngpt_train": ngpt_train.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
         "cpu": f"{name}, {torch.backends.cpu.get_cpu_capability()}",
     }
@@ -375,9 +369,7 @@ def initial_checkpoint(config: Config) -> Path | None:
     if config.run.init_from is None:
         return None
     checkpoint = find_checkpoint("run.init_from", config.run.init_from)
-    stored = read_yaml(checkpoint / "config.yaml").model
-    if differing := differing_weights(stored, config.model):
-        raise DataError(
-            f"run.init_from={config.run.init_from}: the weights are of another model.\n  " + "\n  ".join(differing)
-        )
+    if differing := differing_weights(read_yaml(checkpoint / "config.yaml").model, config.model):
+        problem = f"run.init_from={config.run.init_from}: the weights are of another model."
+        raise DataError("\n  ".join([problem, *differing]))
     return checkpoint

@@ -72,15 +72,9 @@ def of_rotary(qkv: QKV, rope: Rope, normalized: bool = False, scale: Tensor | No
 
 
 def of_linear_cross_entropy(
-    h: Tensor,
-    matrix: Tensor,
-    targets: Tensor,
-    scale: Tensor | None = None,
-    z_loss: float = 0.0,
-    label_smoothing: float = 0.0,
-    soft_cap: float = 0.0,
-    *_: Any,
-) -> Call:
+    h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None = None, z_loss: float = 0.0,
+    label_smoothing: float = 0.0, soft_cap: float = 0.0, *_: Any,
+) -> Call:  # fmt: skip
     options = {"scaled": scale is not None, "z_loss": z_loss, "label_smoothing": label_smoothing}
     options |= {"soft_cap": soft_cap} if soft_cap else {}
     return Call.of("linear_cross_entropy", h, vocabulary=len(matrix), matrix=name_of(matrix), **options)

@@ -137,15 +137,9 @@ class _PowerNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        X: Tensor,
-        psi: Tensor,
-        gamma: Tensor,
-        beta: Tensor,
-        nu: Tensor,
-        sum_for_Lambda: Tensor,
+        ctx: Any, X: Tensor, psi: Tensor, gamma: Tensor, beta: Tensor, nu: Tensor, sum_for_Lambda: Tensor,
         valid: Tensor | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         Y, X_hat = PowerNorm.forward_pass(X, psi, gamma, beta)
         ctx.save_for_backward(X_hat, psi, gamma, nu, valid)
         return Y

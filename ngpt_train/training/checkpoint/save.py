@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ngpt_train.core.errors import DataError, in_one_line
 from ngpt_train.core.files import remove, sync, write_json
+from ngpt_train.training.checkpoint import state_tensors
 from ngpt_train.training.checkpoint.catalogue import (
     FORMAT,
     MANIFEST,
@@ -36,12 +37,6 @@ from ngpt_train.training.checkpoint.catalogue import (
     read_validation_losses,
     size_and_checksum,
     step_of,
-)
-from ngpt_train.training.checkpoint.state_tensors import (
-    by_canonical_name,
-    first_not_finite,
-    held_tensors,
-    statistics_of_all_ranks,
 )
 from ngpt_train.training.checkpoint.tensor_files import Piece, Place, pieces_of, write_tensors
 from ngpt_train.training.guards import NumericalError
@@ -148,8 +143,8 @@ class Checkpoints:
         problem = unsound = None
         held: dict[Place, Piece] = {}
         try:
-            unsound = first_not_finite(state)
-            named = by_canonical_name(state.model, held_tensors(state))
+            unsound = state_tensors.first_not_finite(state)
+            named = state_tensors.by_canonical_name(state.model, state_tensors.held_tensors(state))
             held = {piece.place: piece for name, tensor in named.items() for piece in pieces_of(name, tensor)}
         except Exception as error:
             problem = in_one_line(error)
@@ -172,8 +167,8 @@ class Checkpoints:
             self._shares = sizes, shares[self.world.rank], sum(written)
         _, mine, of_all = self._shares
         # Every rank has the statistics of all ranks; the main rank writes them.
-        of_all_ranks = {"statistics": statistics_of_all_ranks(state.model, self.world)}
-        statistics = by_canonical_name(state.model, of_all_ranks)
+        of_all_ranks = {"statistics": state_tensors.statistics_of_all_ranks(state.model, self.world)}
+        statistics = state_tensors.by_canonical_name(state.model, of_all_ranks)
         own = [piece for place, piece in held.items() if place in mine]
         if self.world.is_main:
             own += [piece for name, tensor in statistics.items() for piece in pieces_of(name, tensor)]

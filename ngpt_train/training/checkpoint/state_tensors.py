@@ -62,12 +62,8 @@ class RankRows(Tensor):
 
 def parts_of(model: nn.Module) -> dict[str, dict[str, int]]:
     """parts[parameter][weight]: rows of each weight in each parameter of `model`, weights by canonical name."""
-    names = (name for name, _ in model.named_parameters())
-    stacked = (parts for _, parts in named_weights(model))
-    return {
-        name: {canonical(path): rows for path, rows in parts.items()}
-        for name, parts in zip(names, stacked, strict=True)
-    }
+    pairs = zip(model.named_parameters(), named_weights(model), strict=True)
+    return {name: {canonical(path): rows for path, rows in parts.items()} for (name, _), (_, parts) in pairs}
 
 
 def held_tensors(state: TrainState) -> Tensors:
@@ -121,10 +117,9 @@ def cut(tensor: Tensor, parts: Mapping[str, int]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     begin = 0  # of the part
     for name, rows in parts.items():
-        mine = slice(max(begin, first), max(begin, first, min(begin + rows, first + len(local))))
-        found[name] = RankRows(
-            local[mine.start - first : mine.stop - first], mine.start - begin, torch.Size((rows, *tensor.shape[1:]))
-        )
+        start, stop = max(begin, first), max(begin, first, min(begin + rows, first + len(local)))  # of mine
+        size = torch.Size((rows, *tensor.shape[1:]))
+        found[name] = RankRows(local[start - first : stop - first], start - begin, size)
         begin += rows
     return found
 

@@ -80,11 +80,8 @@ def _header(pieces: Sequence[Piece]) -> memoryview:
     end = 0
     for piece in pieces:
         begin, end = end, end + piece.rows.nbytes
-        header[piece.name] = {
-            "dtype": _DTYPES[piece.rows.dtype],
-            "shape": list(piece.rows.shape),
-            "data_offsets": [begin, end],
-        }
+        dtype, shape = _DTYPES[piece.rows.dtype], list(piece.rows.shape)
+        header[piece.name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return memoryview(len(text).to_bytes(8, "little") + text)

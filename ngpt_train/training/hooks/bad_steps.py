@@ -89,15 +89,8 @@ def go_back(directory: RunDirectory, state: TrainState, back: GoBack) -> dict[st
     checkpoint = world.on_main(lambda: target(directory, state.config))
     assert checkpoint is not None  # the hook has seen it
     before = load_state(checkpoint, state)
-    rollback = {
-        "number": len(rollbacks) + 1,
-        "step": state.step,
-        "bad_step": back.bad_step,
-        "why": back.why,
-        **back.facts,
-        "first_row": before["rows"],
-        "last_row": after["rows"] - 1,
-    }
+    rollback = {"number": len(rollbacks) + 1, "step": state.step, "bad_step": back.bad_step, "why": back.why}
+    rollback |= {**back.facts, "first_row": before["rows"], "last_row": after["rows"] - 1}
     state.rollbacks = [*rollbacks, rollback]
     world.on_main(lambda: _note(directory, state))
     # data_hash is the sum over the rows that the weights have seen; `rows` also counts rows that are left out.
@@ -141,10 +134,7 @@ class SkippedSteps(Hook):
         run.skipped = int(run.state.guards.skipped_in_a_row)
         if run.skipped < MAX_SKIPPED_IN_A_ROW and not (run.skipped > 1 and run.step == run.last):
             return
+        problem = f"{run.skipped} steps in a row, up to step {run.step}, had a gradient that is not finite"
+        fix = f"{self._advice()}, or look at the data after step {run.step - run.skipped}."
         in_fp16 = " The loss scale is 1: if fp16 overflows, use another precision." if run.state.loss_scale else ""
-        raise told_by_rank_0(
-            NumericalError(
-                f"{run.skipped} steps in a row, up to step {run.step}, had a gradient that is not finite and were "
-                f"skipped. {self._advice()}, or look at the data after step {run.step - run.skipped}.{in_fp16}"
-            )
-        )
+        raise told_by_rank_0(NumericalError(f"{problem} and were skipped. {fix}{in_fp16}"))

@@ -263,9 +263,7 @@ class Staging:
 def staged_bytes(state: TrainState) -> int:
     """Estimated bytes of this rank's copies: its share of weights, Adam's two moments and the moving average."""
     parts = 3 if state.ema is None else 4
-    return (
-        parts * sum(weight.numel() * weight.element_size() for weight in state.model.parameters()) // state.world.size
-    )
+    return parts * sum(weight.nbytes for weight in state.model.parameters()) // state.world.size
 
 
 def resolve_asynchronous(asked: bool | str, state: TrainState) -> tuple[bool, str]:

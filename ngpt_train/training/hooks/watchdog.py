@@ -132,9 +132,8 @@ class Watchdog(Hook):
             several = self._thread is not None and self._world.size > self._world.local_size
             if not several or hasattr(error, "exit_code") or not (gone := self._who_is_gone()):
                 raise
-            raise RankLostError(
-                f"{gone} is gone; the same command goes on from the last checkpoint. {error}"
-            ) from error
+            lost = f"{gone} is gone; the same command goes on from the last checkpoint"
+            raise RankLostError(f"{lost}. {error}") from error
 
     def _who_is_gone(self) -> str:
         """Names the silent ranks (two beats without a sign of life); empty if there are none."""
@@ -202,12 +201,10 @@ class Watchdog(Hook):
                 beat = self._beat(rank)
                 stacks.setdefault("  no answer\n", []).append(_who(rank, beat) if beat else f"rank {rank}")
         ordered = sorted(stacks.items(), key=lambda item: _waits_for_others(item[0]))
-        parts = [f"{'; '.join(ranks)}:\n{stack}" for stack, ranks in ordered]
         suspects = [who for stack, ranks in ordered if not _waits_for_others(stack) for who in ranks]
         blamed = f"not waiting for others: {'; '.join(suspects)}" if suspects else "all wait for others"
-        return f"hung: {reason}; {blamed}. All ranks end, and the same command goes on from the last checkpoint.\n" + (
-            "".join(parts)
-        )
+        line = f"hung: {reason}; {blamed}. All ranks end, and the same command goes on from the last checkpoint.\n"
+        return line + "".join(f"{'; '.join(ranks)}:\n{stack}" for stack, ranks in ordered)
 
 
 _END, _PRINTER = "end", "printer"
