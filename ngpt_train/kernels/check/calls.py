@@ -3,12 +3,11 @@
 A pass over a model on torch's meta device, which computes nothing, is enough.
 """
 
-import dataclasses
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -24,36 +23,29 @@ class Call:
     """A call of a kernel, without its values. All of it is JSON."""
 
     kernel: str  # its name in `kernels.dispatch`
-    shape: tuple[int, ...]  # of the first tensor
+    shape: list[int]  # of the first tensor
     dtype: str  # of the first tensor, such as "bfloat16"
-    stride: tuple[int, ...] | None = None  # of the first tensor, None: contiguous
-    options: tuple[tuple[str, Any], ...] = ()  # names and values, by name
+    stride: list[int] | None = None  # of the first tensor, None: contiguous
+    options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, kernel: str, first: Tensor, **options: Any) -> Self:
         """A call of `kernel`. first: its first tensor."""
-        stride = None if first.is_contiguous() or 0 in first.stride() else tuple(first.stride())
-        return cls(kernel, tuple(first.shape), name_of(first), stride, tuple(sorted(options.items())))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        found = json.loads(text)
-        stride = None if found["stride"] is None else tuple(found["stride"])
-        options = tuple((name, value) for name, value in found["options"])
-        return cls(found["kernel"], tuple(found["shape"]), found["dtype"], stride, options)
+        stride = None if first.is_contiguous() or 0 in first.stride() else list(first.stride())
+        return cls(kernel, list(first.shape), name_of(first), stride, dict(sorted(options.items())))
 
     def json(self) -> str:
-        """One line; equal calls have equal lines."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+        """One line, of the arguments that make this call; equal calls have equal lines."""
+        return json.dumps(vars(self), sort_keys=True)
 
     def __hash__(self) -> int:
-        return hash(self.json())  # options may be lists
+        return hash(self.json())
 
     def __getitem__(self, option: str) -> Any:
-        return dict(self.options)[option]
+        return self.options[option]
 
     def __str__(self) -> str:
-        options = ", ".join(f"{name}={value}" for name, value in self.options)
+        options = ", ".join(f"{name}={value}" for name, value in self.options.items())
         return f"{self.kernel} {'x'.join(map(str, self.shape))} {self.dtype}{f' ({options})' if options else ''}"
 
 

@@ -5,7 +5,7 @@ all rows alike.
 """
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -64,9 +64,7 @@ class Draw:
         """A learned scale `(size,)`."""
         return (around * (1 + 0.3 * self.normal(size))).requires_grad_()
 
-    def activations(
-        self, shape: tuple[int, ...], dtype: str, stride: tuple[int, ...] | None, size: float = 1.0
-    ) -> Tensor:
+    def activations(self, shape: Sequence[int], dtype: str, stride: Sequence[int] | None, size: float = 1.0) -> Tensor:
         """Values of about `size` that get a gradient. dtype: such as "bfloat16"; stride: None is contiguous."""
         values = (size * self.normal(*shape)).to(getattr(torch, dtype))
         if stride is not None:
@@ -161,7 +159,7 @@ def rotary_case(call: Call, draw: Draw, kernels: bool) -> Comparison:
 def cross_entropy_case(call: Call, draw: Draw, every_token: bool) -> Comparison:
     """Two chunks of tokens, or all with every_token: products in fp64 are slow on many GPUs."""
     d, V, z_loss, smoothing = call.shape[-1], call["vocabulary"], call["z_loss"], call["label_smoothing"]
-    cap = float(dict(call.options).get("soft_cap", 0.0))
+    cap = float(call.options.get("soft_cap", 0.0))
     n_tokens = torch.Size(call.shape[:-1]).numel()
     n_tokens = n_tokens if every_token else min(HEAD_TOKENS, n_tokens)
     parts = min(n_tokens, max(8, n_tokens // PART))
@@ -243,7 +241,7 @@ def tolerance_of_sums(call: Call, kernels: bool) -> float:
     return (VECTOR_TOLERANCE if kernels else MATRIX_TOLERANCE)[getattr(torch, call.dtype)]
 
 
-def fitting(shape: tuple[int, ...]) -> tuple[int, ...]:
+def fitting(shape: Sequence[int]) -> Sequence[int]:
     """The shape, cut to MOST_ELEMENTS: fewer rows, then fewer tokens of one row. The width stays."""
     first, *rest = shape
     of_one = torch.Size(rest).numel()
@@ -251,7 +249,7 @@ def fitting(shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
     if of_one <= MOST_ELEMENTS or len(rest) < 2:
         return (max(1, MOST_ELEMENTS // of_one), *rest)
-    return (1, *fitting(tuple(rest)))
+    return (1, *fitting(rest))
 
 
 def times_of_call(call: Call, device: torch.device, compiled: bool) -> tuple[float, float]:
