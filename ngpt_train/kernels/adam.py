@@ -1,13 +1,5 @@
 """Adam and the projection of rows onto the sphere or into the ball, in one pass over the rows of a matrix.
 
-With t the steps including this one, per element, after g <- g / grad_scale:
-
-    m <- beta1 m + (1 - beta1) g              exp_avg
-    v <- beta2 v + (1 - beta2) g^2            exp_avg_sq
-    w <- (1 - lr lambda) w                    decoupled weight decay
-    w <- w - lr m_hat / (sqrt(v_hat) + eps)   m_hat = m / (1 - beta1^t), v_hat = v / (1 - beta2^t)
-    w <- w / max(||w||, floor)                per row: 1e-12 on the sphere, 1 in the ball
-
 The Triton kernel moves 28 bytes per parameter: it reads w, g, m and v and writes w, m and v in fp32; a bf16 copy of w
 costs 2 more. A projection in a separate pass would add 12.
 """
@@ -57,9 +49,9 @@ def adam_rows_(
     t = step.double()  # in fp32, 1 - beta2^t would be off by 5e-5 at the first step
     m_hat = m / (1 - beta1**t)
     v_hat = v / (1 - beta2**t)
-    w = (1 - lr * weight_decay) * weight
+    w = (1 - lr * weight_decay) * weight  # decoupled
     w = w - lr * m_hat / (v_hat.sqrt() + eps)
-    if constraint != "free":
+    if constraint != "free":  # per row: w / max(||w||, 1e-12) on the sphere, w / max(||w||, 1) in the ball
         w = w / torch.linalg.vector_norm(w, dim=-1, keepdim=True).clamp_min(FLOORS[constraint])
     skipped = torch.zeros_like(step) if found_inf is None else found_inf
     for old, new in ((weight, w), (exp_avg, m), (exp_avg_sq, v), (copy, w)):

@@ -1,10 +1,7 @@
 """GatedAdamW ("Training nGPT", arXiv 2608.01284): Adam whose eps is a gate with a sharpness of its own.
 
-Second-hand: we know the paper from a description by others. With t the steps including this one, per element, after
-g <- g / grad_scale:
+Second-hand: we know the paper from a description by others. With Adam's m_hat and v_hat, per element:
 
-    m <- beta1 m + (1 - beta1) g              exp_avg, m_hat = m / (1 - beta1^t)
-    v <- beta2 v + (1 - beta2) g^2            exp_avg_sq, v_hat = v / (1 - beta2^t)
     d = sqrt(v_hat) + eps
     gamma = sigmoid(a log(d / eps_gate))      = d^a / (d^a + eps_gate^a)
     w <- w - lr (gamma m_hat / d + lambda w)

@@ -6,6 +6,7 @@ all rows alike.
 
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -84,7 +85,14 @@ def case_of(call: Call, device: torch.device, kernels: bool = True, every_token:
     every_token: the loss, too, takes all tokens."""
     if call.kernel == "linear_cross_entropy":
         return cross_entropy_case(call, Draw(device), every_token)
-    return CASES[call.kernel](call, Draw(device), kernels)
+    operation, form, inputs, timed = CASES[call.kernel](call, Draw(device))
+    # Gradients by sums over tokens: the kernels sum fp32 values, plain PyTorch rounds some to the activations' dtype.
+    tolerance = (VECTOR_TOLERANCE if kernels else MATRIX_TOLERANCE)[getattr(torch, call.dtype)]
+    return Comparison(str(call), form(operation), form(operation.formula), inputs, tolerance, timed)
+
+
+# An operation, its form for a comparison, what draws its inputs, and the form to be timed if that is another.
+Case = tuple[dispatch.Operation[..., Any], Callable[[Callable[..., Any]], Operation], Callable[[], Inputs], Any]
 
 
 def errors_of_call(call: Call, device: torch.device) -> dict[str, Error]:
@@ -95,7 +103,7 @@ def errors_of_call(call: Call, device: torch.device) -> dict[str, Error]:
     return errors_of(case, case.draw())
 
 
-def sphere_step_case(call: Call, draw: Draw, kernels: bool) -> Comparison:
+def sphere_step_case(call: Call, draw: Draw) -> Case:
     shape, d = fitting(call.shape), call.shape[-1]
 
     def inputs() -> Inputs:
@@ -111,11 +119,10 @@ def sphere_step_case(call: Call, draw: Draw, kernels: bool) -> Comparison:
 
         return step
 
-    ours, exact = on_sphere(sphere_step.sphere_step), on_sphere(sphere_step.sphere_step.formula)
-    return Comparison(str(call), ours, exact, inputs, tolerance_of_sums(call, kernels))
+    return sphere_step.sphere_step, on_sphere, inputs, None
 
 
-def swiglu_case(call: Call, draw: Draw, kernels: bool) -> Comparison:
+def swiglu_case(call: Call, draw: Draw) -> Case:
     shape, m = fitting(call.shape), call.shape[-1] // 2
 
     def inputs() -> Inputs:
@@ -126,11 +133,10 @@ def swiglu_case(call: Call, draw: Draw, kernels: bool) -> Comparison:
     def one_output(function: Callable[..., Tensor]) -> Operation:
         return lambda *inputs: (function(*inputs),)
 
-    ours, exact = one_output(swiglu.swiglu), one_output(swiglu.swiglu.formula)
-    return Comparison(str(call), ours, exact, inputs, tolerance_of_sums(call, kernels))
+    return swiglu.swiglu, one_output, inputs, None
 
 
-def rotary_case(call: Call, draw: Draw, kernels: bool) -> Comparison:
+def rotary_case(call: Call, draw: Draw) -> Case:
     B, T, width = fitting(call.shape)
     options = rotary.Options(*call["options"])
     D = width // (options.n_heads + 2 * options.n_kv_heads)
@@ -152,8 +158,7 @@ def rotary_case(call: Call, draw: Draw, kernels: bool) -> Comparison:
 
         return step
 
-    ours, exact = in_heads(rotary.rotary), in_heads(rotary.rotary.formula)
-    return Comparison(str(call), ours, exact, inputs, tolerance_of_sums(call, kernels))
+    return rotary.rotary, in_heads, inputs, None
 
 
 def cross_entropy_case(call: Call, draw: Draw, every_token: bool) -> Comparison:
@@ -192,7 +197,7 @@ def cross_entropy_case(call: Call, draw: Draw, every_token: bool) -> Comparison:
     return Comparison(str(call), ours, exact, inputs, tolerance, timed=loss, chunks=parts)
 
 
-def adam_case(call: Call, draw: Draw, kernels: bool) -> Comparison:
+def adam_case(call: Call, draw: Draw) -> Case:
     (rows, d), betas = fitting(call.shape), call["betas"]
 
     def inputs() -> Inputs:
@@ -223,22 +228,10 @@ def adam_case(call: Call, draw: Draw, kernels: bool) -> Comparison:
         adam.adam_rows_(w, g, m1, m2, t, 1e-3, betas[0], betas[1], eps, decay, constraint, None, None)
         return w, m1, m2
 
-    ours, exact = stepped(adam.adam_rows_), stepped(adam.adam_rows_.formula)
-    return Comparison(str(call), ours, exact, inputs, tolerance_of_sums(call, kernels), timed=timed)
+    return adam.adam_rows_, stepped, inputs, timed
 
 
-CASES: dict[str, Callable[[Call, Draw, bool], Comparison]] = {
-    "sphere_step": sphere_step_case,
-    "swiglu": swiglu_case,
-    "rotary": rotary_case,
-    "adam": adam_case,
-}
-
-
-def tolerance_of_sums(call: Call, kernels: bool) -> float:
-    """Tolerance of gradients by sums over tokens. The kernels sum fp32 values; plain PyTorch rounds some values to the
-    activations' dtype before."""
-    return (VECTOR_TOLERANCE if kernels else MATRIX_TOLERANCE)[getattr(torch, call.dtype)]
+CASES = {"sphere_step": sphere_step_case, "swiglu": swiglu_case, "rotary": rotary_case, "adam": adam_case}
 
 
 def fitting(shape: Sequence[int]) -> Sequence[int]:
