@@ -73,8 +73,8 @@ class InitConfig:
     )
 
     def std(self, kind: str, d_model: int, writes: int) -> float:
-        """The standard deviation of a matrix of one of KINDS. writes: how many matrices write into the residual stream
-        that this one writes into."""
+        """The standard deviation of a matrix of one of KINDS. writes: the matrices that write into its residual
+        stream."""
         rule = getattr(self, kind)
         if rule == "hidden":
             return self.std("hidden", d_model, writes)

@@ -84,8 +84,7 @@ def redact(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def what_differs(stored: Config, new: Config) -> list[tuple[str, Any, Any]]:
-    """The name, stored value and new value of each key that a run must not change on its way from `stored` to `new`,
-    both resolved."""
+    """Name, stored value and new value of each key that a run must not change from `stored` to `new`, both resolved."""
     keys = all_keys()
     old_values, new_values, as_stored = (
         dict(flatten(tree, keys)) for tree in (to_dict(stored), to_dict(new), redact(to_dict(new)))

@@ -355,8 +355,7 @@ def parse_row(row: Any, options: Options, place: str) -> Row:
 
 
 def read_mapping(path: Path) -> Mapping[Any, Any]:
-    """The content of a YAML file, interpolations unresolved; not to be changed. Raises ConfigError with file and
-    line."""
+    """The content of a YAML file, interpolations unresolved; not to be changed. Raises ConfigError."""
     from omegaconf.errors import OmegaConfBaseException
     from yaml import MarkedYAMLError, YAMLError
 

@@ -196,8 +196,7 @@ def text_of(path: Path) -> str:
 
 
 class DirectoryLock:
-    """The lock by which one process at a time uses `directory`: its file `lock`. The kernel drops it when the process
-    ends, however."""
+    """The file `lock`, by which one process at a time uses `directory`. The kernel drops it when the process ends."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / "lock"

@@ -157,8 +157,7 @@ def end_with_launcher() -> None:
 
 
 def die_with_parent() -> None:
-    """Has Linux kill this process, a stopped one too, as soon as the thread that has started it ends, however that
-    happens."""
+    """Has Linux kill this process, a stopped one too, as soon as the thread that has started it ends."""
     with contextlib.suppress(OSError, AttributeError):  # another system
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

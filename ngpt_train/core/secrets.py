@@ -30,8 +30,7 @@ def note_variables(text: str) -> None:
 
 
 def without_variables(message: str) -> str:
-    """The message of an error without secrets, and with the names of noted environment variables in the place of what
-    they hold."""
+    """The message of an error without secrets, and with noted environment variables by their names."""
     for held in sorted(_variables, key=len, reverse=True):
         message = message.replace(held, f"${_variables[held]}")
     return str(redacted(message))

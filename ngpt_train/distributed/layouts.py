@@ -63,8 +63,7 @@ def resolve_kind(kind: str, world_size: int, device_type: str, local_size: int |
 
 
 def resolve_shard(config: ParallelConfig, kind: str, world_size: int, local_size: int) -> int:
-    """The number of ranks that share a matrix; 0 without FSDP2. Raises ConfigError for groups that do not divide the
-    ranks."""
+    """The number of ranks that share a matrix; 0 without FSDP2. Raises ConfigError if they do not divide the ranks."""
     if kind != "hsdp":
         return world_size if kind == "fsdp" else 0
     shard = min(local_size, world_size) if config.shard == AUTO else int(config.shard)

@@ -81,8 +81,7 @@ class LongWork:
         self.store.add(f"{self.name}/done", 1)
 
     def wait_for_rank(self, rank: int) -> None:
-        """Waits until `rank` is done. It may give its signs of life in another long work. Raises RankLostError if it
-        has failed or is silent."""
+        """Waits until `rank` is done, perhaps in another long work. Raises RankLostError if it failed or is silent."""
         self._wait([rank], life=_life_of(rank))
 
     def wait_for_all(self, size: int) -> None:
@@ -217,8 +216,7 @@ class World:
         return items
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """Runs `function`, which takes less than parallel.timeout, on rank 0. Every rank returns its result or raises
-        its exception."""
+        """Runs `function` on rank 0, within parallel.timeout. Every rank returns its result or raises its exception."""
         if self.size == 1:
             return function()
         return self._share_outcome_of_main(_outcome(function) if self.is_main else (None, None))

@@ -243,8 +243,7 @@ class Decoder(nn.Module):
         return head.logits() if targets is None else self.loss_of(head, targets)
 
     def first_hidden_state(self, tokens: Tensor, table: Tensor, positions: Tensor) -> Tensor:
-        """The first block's h `(B, T, d_model)`: embedding and positions, normed, in the dtype of activations, with
-        dropout."""
+        """The first block's h `(B, T, d_model)`: embedding and positions, normed, cast, with dropout."""
         h = self.norm_first(self.add_positions(self.embed(tokens, table), positions))
         return self.drop_embedding(h.to(self.compute_dtype or self.embedding.dtype))
 
@@ -281,8 +280,8 @@ class Decoder(nn.Module):
     def loss(
         self, tokens: Tensor, targets: Tensor, doc_ids: Tensor | None = None, seeds: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The summed cross-entropy in nats, in training mode smoothed and with the z-loss, and the number of targets
-        that count.
+        """The summed cross-entropy in nats, in training mode smoothed and with the z-loss; the number of targets that
+        count.
 
         Both are 0-dim. A target of -100 does not count. Arguments as of `forward`.
         """
@@ -331,8 +330,8 @@ class Decoder(nn.Module):
 
         A value of a matrix takes a multiplication and an addition in the forward pass, and twice as many in the
         backward pass. The output embedding counts at the places with a target, the look-up in the input embedding does
-        not. The second term is attention, for all pairs of tokens. causal: pairs that a causal mask hides, one half, do
-        not count.
+        not. The second term is attention, for all pairs of tokens. causal: one half, which a mask hides, does not
+        count.
         """
         config = self.config
         attention = 12 * config.n_layers * config.d_model * context

@@ -61,8 +61,7 @@ class Recomputed:
 
 
 class Slots:
-    """Where the keys and values of the next tokens go; the caches of a stack share it. Slot s of a row belongs to its
-    token at position s."""
+    """Where the keys and values of the next tokens go, for all caches of a stack. Slot s belongs to the token at s."""
 
     def __init__(self) -> None:
         self.of_tokens: Tensor | None = None  # (B, T); None: the first tokens of a text, whose slots are 0 to T - 1

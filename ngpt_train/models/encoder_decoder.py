@@ -37,7 +37,7 @@ class EncoderDecoder(Decoder):
         return [*self.encoder, *self.layers]
 
     def residual_writes(self, path: str) -> int:
-        """As in a decoder, but encoder and decoder have a residual stream each, and a block of the decoder writes three
+        """As in a decoder, but encoder and decoder have a stream each, and a block of the decoder writes three
         times."""
         if not path.endswith((".wo", ".w_down")):
             return 1
@@ -55,8 +55,8 @@ class EncoderDecoder(Decoder):
     def decode(
         self, h: Tensor, rope: Rope | None, mask: Mask, memory: Tensor, memory_mask: Mask, valid: Tensor | None
     ) -> Tensor:
-        """The decoder's blocks, and what comes between them and the head: h and the result `(B, T, d_model)`, valid
-        `(B, T)`."""
+        """The decoder's blocks, and what follows before the head: h and the result `(B, T, d_model)`, valid `(B,
+        T)`."""
         return self.run_blocks(self.layers, h, rope, mask, memory, memory_mask)
 
     def forward(
@@ -104,8 +104,7 @@ class EncoderDecoder(Decoder):
 
     def flops_per_token(self, context: int, causal: bool = False) -> int:
         """The first S tokens of a row, the source, go through the encoder and through W_k and W_v of the
-        cross-attention, the others through all other matrices. causal: of the pairs in the decoder's self-attention one
-        half counts."""
+        cross-attention, the others through all other matrices. causal: half of the decoder's own pairs count."""
         config, S, T = self.config, self.source_context, context - self.source_context
         n_encoder, n_decoder, d_model = len(self.encoder), len(self.layers), config.d_model
         d_kv = (config.n_kv_heads or config.n_heads) * (d_model // config.n_heads)
@@ -117,8 +116,7 @@ class EncoderDecoder(Decoder):
 
 
 def source_of(prompt: Tensor, S: int) -> tuple[Tensor, Tensor]:
-    """The tokens before the last one of a prompt `(P,)`, at most S, padded to `(S,)`; and `(S,)` bool: false for
-    padding."""
+    """The tokens before the last one of a prompt `(P,)`, at most S, padded to `(S,)`; and bool `(S,)`, false there."""
     source = prompt[:-1][-S:]
     valid = torch.arange(S, device=prompt.device) < len(source)
     if not len(source):

@@ -72,8 +72,7 @@ class RowAdam(FusedAdam):
 class WorkingCopies:
     """A bf16 copy of the matrix of each linear, lent to the linears during a training step.
 
-    Outside of `lent` the linears have no copy, so that evaluation, checkpoints and code that changes a model need not
-    know of them.
+    Outside of `lent` the linears have no copy, so that evaluation and checkpoints need not know of them.
 
     A copy is valid while its matrix keeps its memory and torch's version count. torch does not count writes through
     `.data`, NumPy, a collective or its own fused optimizers. So a step uses the copies of an earlier step only if its
@@ -89,8 +88,7 @@ class WorkingCopies:
     @contextmanager
     def lent(self, untouched: bool) -> Iterator[None]:
         """While the body runs, each linear has its copy as `bf16_copy`. untouched: the caller promises that nothing has
-        written to the matrices since the last step unseen by torch. Then valid copies are lent as they are; otherwise
-        all are made anew."""
+        written to the matrices since the last step unseen by torch; else all copies are made anew."""
         try:
             for linear in self.linears:
                 matrix = linear.matrix

@@ -45,8 +45,7 @@ class Hook:
         return False
 
     def after_step(self, run: TrainingRun) -> None:
-        """The step is taken. A hook sets `run.saving` to have it saved, and `run.reason`, on every rank, to end the run
-        after it, saved."""
+        """After the step. A hook sets `run.saving` to save it; `run.reason`, on every rank, to end the run, saved."""
 
     def check(self, run: TrainingRun) -> None:
         """Before the step is saved. Raises the error that ends the run if the state is not worth a checkpoint."""
@@ -224,8 +223,7 @@ def take_step(run: TrainingRun) -> bool:
 
 
 def save_while_waiting(run: TrainingRun) -> None:
-    """Saves the last step after a wait for rows has ended, unless it and the one before were skipped, or a rollback is
-    due."""
+    """Saves the last step after a wait for rows, unless it and the one before were skipped, or a rollback is due."""
     run.reason = run.stop.reason
     run.skipped = int(run.state.guards.skipped_in_a_row)
     run.saving = run.result is not None and run.skipped < 2 and not run.state.guards.bad_step()

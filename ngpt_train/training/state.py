@@ -75,8 +75,8 @@ class Interval:
         return {**{name: value.item() for name, value in self._sums.items()}, "n_steps": self._n_steps}
 
     def load_state_dict(self, stored: Mapping[str, Any]) -> None:
-        """stored: from `state_dict`. Earlier versions did not count clipped steps and steps: then the share covers the
-        steps since the resume."""
+        """stored: from `state_dict`; without counts, as of earlier versions, the share covers the steps since the
+        resume."""
         for name, value in self._sums.items():
             value.fill_(stored.get(name, 0))
         self._n_steps = stored.get("n_steps", 0)
@@ -140,8 +140,7 @@ def check_kernels(config: Config, world: World, stored: Mapping[str, Any] | None
 
 def build_state(config: Config, world: World | None = None) -> TrainState:
     """The state at step 0. Without `world` it joins the current process group, or torchrun's if there is none yet.
-    Raises ConfigError if the config does not fit the number of ranks or the devices, or if vocab_size is still
-    `auto`."""
+    Raises ConfigError if the config does not fit the ranks or the devices, or if vocab_size is `auto`."""
     world = world or join_world(config)
     if world.device.type == "cpu":
         keep_freed_memory()

@@ -139,9 +139,8 @@ def forward_and_backward(
     loss_factor: Tensor,
     untouched: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Both passes over each of this rank's micro batches, on the device: the gradients of loss_factor, 0-dim fp64,
-    times the summed loss. Returns the cross-entropy and the z-loss, summed over this rank's targets: 0-dim fp64, in
-    nats."""
+    """Both passes over this rank's micro batches, on the device: gradients of loss_factor, 0-dim fp64, times the loss.
+    Returns the cross-entropy and the z-loss, summed over this rank's targets: 0-dim fp64, in nats."""
     if state.config.train.cuda_graphs:
         hold_gradients(state.model)
     loss_sum = torch.zeros((), dtype=torch.float64, device=state.world.device)
@@ -159,8 +158,7 @@ def forward_and_backward(
 
 
 def update_weights_(state: TrainState, grad_norm: Tensor, skipped: Tensor, lr: float) -> None:
-    """The optimizer's step, the projection, the cap on its angle and the moving average. In a skipped step none of them
-    changes a bit."""
+    """The optimizer's step, the projection, the angle's cap and the moving average. A skipped step changes no bit."""
     if state.ema is not None and state.step == 0:  # weights may have been loaded since it was made
         state.ema.begin()
     cap = state.config.optim.angle_cap
@@ -178,10 +176,9 @@ def apply_gradients(state: TrainState, grad_norm: Tensor, skipped: Tensor, lr: f
     """Clips the gradients and takes the optimizer's step, in one pass over memory. Then drops the gradients, or zeroes
     them if CUDA graphs hold them.
 
-    torch's fused optimizers divide gradients by `grad_scale`, and if `found_inf` is 1 they change neither weights nor
-    moments nor the step count; they have both for GradScaler. Here `grad_scale` clips, by the factor of
-    clip_grad_norm_, and undoes the loss scale, without a separate pass, and `found_inf` skips a step without the host
-    waiting for the device.
+    torch's fused optimizers divide gradients by `grad_scale`, and if `found_inf` is 1 they change nothing. Here
+    `grad_scale` clips, by the factor of clip_grad_norm_, and undoes the loss scale in the same pass, and `found_inf`
+    skips a step without a wait of the host.
     """
     optimizer = state.optimizer
     clip_norm = state.config.optim.clip_norm

@@ -164,8 +164,7 @@ class OptimConfig:
             self.lr, self.lr_source = self.from_table(config)
 
     def from_table(self, config: Config) -> tuple[float, str]:
-        """The learning rate of lr_table for a config whose batch is resolved, and where it is from. Raises ConfigError
-        where there is none."""
+        """The rate of lr_table for a config whose batch is resolved, and where it is from. Raises ConfigError."""
         row = self.row_of(config.scale.name)
         if not row:
             scales = ", ".join(scale for scale in self.lr_table if self.row_of(scale))

@@ -1,7 +1,6 @@
 """Inputs for a recorded call, the same each time, and its formula.
 
-Widths, strides, dtypes and options are the call's. Rows are fewer where all would need too much memory: a kernel treats
-all rows alike.
+Widths, strides, dtypes and options are the call's. Rows are fewer where all would need too much memory.
 """
 
 import statistics
@@ -272,8 +271,7 @@ def times_of_call(call: Call, device: torch.device, compiled: bool) -> tuple[flo
 
 def errors_of_attention(call: Call, draw: Draw) -> dict[str, Error]:
     """The errors of the output and of the gradients of q, k and v, by name. All of a call runs. The first and the last
-    head of the first and the last row are compared with softmax(scale q k^T) v written out, which does not fit into
-    memory for all."""
+    head of the first and the last row are compared with the formula written out, which has no room for all."""
     B, T, H, D = call.shape
     S, H_kv = call["keys"]
     dtype, scale = getattr(torch, call.dtype), call["scale"]

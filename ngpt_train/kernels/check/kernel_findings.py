@@ -1,7 +1,6 @@
 """The findings of checks: made in processes of their own, because a kernel may crash one or hang, and kept on disk.
 
-A process is `__main__.py` beside this file. The next start need not check again: the key of what is kept has everything
-that may change it.
+A process is `__main__.py` beside this file. The key of what is kept has everything that may change it.
 """
 
 import contextlib

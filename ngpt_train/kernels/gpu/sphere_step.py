@@ -1,8 +1,7 @@
 """Triton kernels of the step on the sphere; the formulas are in kernels/sphere_step.py.
 
 Forward reads h and x and writes h': 6 bytes per element in bf16. Backward reads h, x and the two gradients of h',
-computes h' again, and writes dh and dx: 12 bytes. Each program sums the gradient of alpha over its rows, and torch adds
-these sums.
+computes h' again, and writes dh and dx: 12 bytes. Each program sums the gradient of alpha over its rows; torch adds up.
 """
 
 import torch

@@ -4,8 +4,7 @@ doc_ids `(B, T)` name the document of each token. They do not decrease along a r
 Padding counts as one more document, so that its activations are finite; no other token sees it.
 
 Attention takes a `Mask` (kernels/attention.py): the boundaries of documents for a varlen kernel of GPUs, or else a
-boolean mask or flex_attention's blocks. The mask is computed once per forward pass, on the device; the host does not
-wait for it.
+boolean mask or flex_attention's blocks. It is computed once per forward pass, without a wait of the host.
 """
 
 import torch
@@ -56,8 +55,8 @@ def document_blocks(doc_ids: Tensor, causal: bool = True) -> Blocks:
 
 def packed(doc_ids: Tensor, kernel: Varlen) -> Packed:
     """The boundaries of documents for a varlen kernel. The host does not know the number of documents, so the tensor of
-    boundaries has room for a fixed number per batch. A batch with more fails on the device; `check_documents` refuses
-    it on the host before."""
+    boundaries has room for a fixed number per batch. `check_documents` refuses a batch with more, which would fail on
+    the device."""
     B, T = doc_ids.shape
     room = room_for_documents(B, T)
     place = torch.arange(B * T, device=doc_ids.device)

@@ -7,8 +7,7 @@ from torch import Tensor
 
 def add_positions(h: Tensor, positions: Tensor, learned: Tensor | None) -> Tensor:
     """h `(B, T, d_model)` plus the vectors of positions `(T,)` or `(B, T)` (Vaswani et al. 2017, section 3.5). learned:
-    a table `(context, d_model)` of vectors; None: sinusoids. Raises ValueError for a row that is longer than the
-    table."""
+    a table `(context, d_model)`; None: sinusoids. Raises ValueError for a longer row."""
     T, d_model = h.shape[1:]
     if learned is None:
         return h + sinusoids(T, d_model, h.device).to(h.dtype)[positions]

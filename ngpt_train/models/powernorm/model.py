@@ -41,8 +41,7 @@ class PowerNorm(NormOverBatch):
     """Algorithm 2, in its order. The backward pass is eq. 11 and 12, not the derivative of the forward pass.
 
     psi is sqrt(psi_squared + eps). In the warm-up X is divided by the batch's own psi, and psi_squared is the mean over
-    the batches so far. nu is kept in units of the summed loss, so that it does not change when the loss is scaled
-    differently in each step.
+    the batches so far. nu is kept in units of the summed loss, whatever scales the loss of a step.
     """
 
     starts: ClassVar = {"psi_squared": 1.0, "nu": 0.0}

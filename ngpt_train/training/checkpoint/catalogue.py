@@ -96,8 +96,7 @@ def read_validation_losses(directory: Path) -> dict[int, float]:
 
 
 def best(directory: Path, n: int) -> list[Path]:
-    """At most `n` complete checkpoints in `directory`, by validation loss, the lowest first; equal losses by age, the
-    oldest first."""
+    """At most `n` complete checkpoints in `directory`, the lowest validation loss first; equal losses by age."""
     losses = read_validation_losses(directory)
     known = [path for path in list_checkpoints(directory) if step_of(path) in losses]
     return sorted(known, key=lambda path: losses[step_of(path)])[:n]
@@ -185,8 +184,7 @@ def differences(checkpoint: Path, files: Mapping[str, dict[str, Any]]) -> list[s
 
 
 def read_progress(checkpoint: Path) -> dict[str, Any]:
-    """The counters of a checkpoint, its state.json. Raises DataError if they are damaged, or of another step than the
-    directory's name."""
+    """The counters of a checkpoint, its state.json. Raises DataError if they are damaged, or of another step."""
     path = checkpoint / STATE
     where, fix = f"{path} is damaged", "Use another checkpoint."
     progress = checked(read_json(path), COUNTERS, where, ("step", "tokens", "world_size", "data"), fix)

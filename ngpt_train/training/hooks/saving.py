@@ -48,8 +48,7 @@ class SaveCheckpoints(Hook):
         saved: Callable[[Path], None],
         add_files: Callable[[Path], None],
     ) -> None:
-        """saved: called on rank 0 with each complete checkpoint. add_files: writes more files into a checkpoint, on
-        rank 0. A collective call."""
+        """On rank 0 `saved` gets each complete checkpoint, `add_files` writes more files. A collective call."""
         self._saves = Saves(checkpoints, run.state, saved, run.say)
         self.has_failed = self._saves.has_failed
         self._add_files = add_files

@@ -67,9 +67,8 @@ class StopRequest:
 
 
 class Patience:
-    """Ends a trainer's wait for a row of streamed text: after a time, or when the process is told to stop. With several
-    ranks, the others wait for this rank in the next step, so that nothing can be saved. Then the process waits for its
-    row LAST_SECONDS longer."""
+    """Ends a trainer's wait for a row of streamed text: after a time, or when the process is told to stop; of several
+    ranks LAST_SECONDS later, because the others wait in the next step, and nothing can be saved."""
 
     def __init__(self, stop: StopRequest, world: World, fetch_minutes: float) -> None:
         """fetch_minutes: data.fetch_minutes, a worker's limit for a shard; decoding may take as long again."""
