@@ -73,7 +73,7 @@ class InitConfig:
     )
 
     def std(self, kind: str, d_model: int, writes: int) -> float:
-        """The standard deviation of a matrix of one of KINDS. writes: the matrices that write into its residual
+        """The standard deviation of a matrix of one of KINDS. writes: number of matrices that write into its residual
         stream."""
         rule = getattr(self, kind)
         if rule == "hidden":

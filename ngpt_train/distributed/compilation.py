@@ -93,10 +93,8 @@ def why_unusable(directory: Path) -> str | None:
 def check_cuda_graphs(device: torch.device) -> None:
     """Raises ConfigError if the device is not a GPU, as train.device=auto may find."""
     if device.type != "cuda":
-        raise ConfigError(
-            f"train.cuda_graphs=true: the device is {device.type}, and only GPUs have CUDA graphs\n"
-            "  Set train.cuda_graphs=false"
-        )
+        problem = f"train.cuda_graphs=true: the device is {device.type}, and only GPUs have CUDA graphs"
+        raise ConfigError(f"{problem}\n  Set train.cuda_graphs=false")
 
 
 def begin_graph_step_at_forward(model: nn.Module) -> None:

@@ -49,10 +49,8 @@ def resolve_kind(kind: str, world_size: int, device_type: str, local_size: int |
     """`parallel.kind` with auto resolved. local_size: ranks of a host, by default all. Raises ConfigError for
     kind=single with several ranks."""
     if kind == "single" and world_size > 1:
-        raise ConfigError(
-            f"parallel.kind=single: one process, but there are {world_size} ranks. "
-            "Use parallel=ddp, fsdp or hsdp, or one rank."
-        )
+        problem = f"parallel.kind=single: one process, but there are {world_size} ranks"
+        raise ConfigError(f"{problem}. Use parallel=ddp, fsdp or hsdp, or one rank.")
     if kind != AUTO:
         return kind
     if world_size == 1:
@@ -68,10 +66,8 @@ def resolve_shard(config: ParallelConfig, kind: str, world_size: int, local_size
         return world_size if kind == "fsdp" else 0
     shard = min(local_size, world_size) if config.shard == AUTO else int(config.shard)
     if world_size % shard:
-        raise ConfigError(
-            f"parallel.kind=hsdp: groups of {shard} ranks do not divide {world_size} ranks. Use as many ranks on each "
-            "host, or set parallel.shard."
-        )
+        problem = f"parallel.kind=hsdp: groups of {shard} ranks do not divide {world_size} ranks"
+        raise ConfigError(f"{problem}. Use as many ranks on each host, or set parallel.shard.")
     return shard
 
 

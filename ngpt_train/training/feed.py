@@ -33,10 +33,8 @@ def resolve_micro_rows(config: Config, world_size: int) -> int:
     if batch_rows % world_size:
         below = batch_rows // world_size * world_size
         near = " or ".join(str(rows) for rows in (below, below + world_size) if rows)
-        raise ConfigError(
-            f"train.batch_rows={batch_rows}: {world_size} ranks cannot share it evenly. "
-            f"Use a multiple of {world_size}, for example train.batch_rows={near}."
-        )
+        problem = f"train.batch_rows={batch_rows}: {world_size} ranks cannot share it evenly"
+        raise ConfigError(f"{problem}. Use a multiple of {world_size}, for example train.batch_rows={near}.")
     rank_rows = batch_rows // world_size
     possible = divisors(rank_rows)
     if micro_rows == AUTO:

@@ -79,23 +79,17 @@ class RunDirectory:
             problem = f"{name}: {self.path} exists and is not the directory of a run"
             raise ConfigError(f"{problem}. Choose another run.name or run.root.")
         if self._lock.is_taken():
-            raise ConfigError(
-                f"{name}: {self._lock.holder()} is training in {self.path}. "
-                "Wait for it, stop it, or choose another run.name."
-            )
+            problem = f"{name}: {self._lock.holder()} is training in {self.path}"
+            raise ConfigError(f"{problem}. Wait for it, stop it, or choose another run.name.")
         stored = read_yaml(self.path / "config.yaml")
         if self._overwrites(config):
             return _no_checkpoint(config, self.checkpoints)
         if config.run.resume == "never":
-            raise ConfigError(
-                f"run.resume=never: {self.path} holds a run. Choose another run.name, "
-                "or run.overwrite=true to delete it."
-            )
+            problem = f"run.resume=never: {self.path} holds a run"
+            raise ConfigError(f"{problem}. Choose another run.name, or run.overwrite=true to delete it.")
         if "imported" in self._last_start():
-            raise DataError(
-                f"{name} is an imported model: it has weights, and no training to go on with. Start another run with "
-                f"run.init_from={self.path} run.name=..."
-            )
+            problem = f"{name} is an imported model: it has weights, and no training to go on with"
+            raise DataError(f"{problem}. Start another run with run.init_from={self.path} run.name=...")
         if data is not None:
             self._check_data(name, data)  # before check_resume, which would report another model.vocab_size instead
         check_resume(stored, config)
@@ -324,10 +318,8 @@ class RunDirectory:
 def _no_checkpoint(config: Config, checkpoints: Path) -> Path | None:
     """Returns None. Raises DataError if run.resume=must requires a checkpoint."""
     if config.run.resume == "must":
-        raise DataError(
-            f"run.resume=must: there is no checkpoint in {checkpoints}. "
-            "Check run.name and run.root, or use run.resume=auto to start anew."
-        )
+        problem = f"run.resume=must: there is no checkpoint in {checkpoints}"
+        raise DataError(f"{problem}. Check run.name and run.root, or use run.resume=auto to start anew.")
     return None
 
 

@@ -4,7 +4,6 @@ Statistics and products are in fp32 (fp64 for an fp64 model); the result has x's
 """
 
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +14,9 @@ from ngpt_train.kernels.norm import FLOORS, at_least_fp32
 from ngpt_train.models.rank_rows import local_rows
 
 Map = Callable[[Tensor], Tensor]
-T = TypeVar("T")
 
 
-def identity(x: T) -> T:
+def identity(x: Tensor) -> Tensor:
     return x
 
 

@@ -71,10 +71,8 @@ def find_checkpoint(key: str, value: str | None) -> Path:
     if path.name == BEST and not path.exists():
         if found := best(path.parent, 1) or best(path.parent / "checkpoints", 1):
             return found[0]
-        raise DataError(
-            f"{key}={value}: there is no checkpoint whose validation loss is known. A run keeps the best one with "
-            "checkpoint.keep_best=1."
-        )
+        problem = f"{key}={value}: there is no checkpoint whose validation loss is known"
+        raise DataError(f"{problem}. A run keeps the best one with checkpoint.keep_best=1.")
     checkpoints = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if not checkpoints:
         what = "holds no complete checkpoint" if path.is_dir() else "does not exist"

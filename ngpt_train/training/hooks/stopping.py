@@ -78,10 +78,8 @@ class Patience:
     def __call__(self, seconds: float) -> None:
         """seconds: of waiting so far. Raises StoppedWaitingError or DataError."""
         if self._stop.reason and (self._alone or seconds > LAST_SECONDS):
-            raise StoppedWaitingError(
-                f"{self._stop.reason}, while rank {self._rank} waited for rows; the same command goes on from the last "
-                "checkpoint"
-            )
+            problem = f"{self._stop.reason}, while rank {self._rank} waited for rows"
+            raise StoppedWaitingError(f"{problem}; the same command goes on from the last checkpoint")
         if seconds > self._longest:
             raise DataError(
                 f"rank {self._rank} has waited {seconds / 60:.1f} minutes for a row, twice data.fetch_minutes: a data "
