@@ -28,11 +28,13 @@ from ngpt_train.models.powernorm.keys import PowerNormConfig
 from ngpt_train.models.powernorm.running_statistics import (
     BatchStatistics,
     DecoderOverBatch,
+    Normed,
     NormOverBatch,
     NormPass,
     Output,
     Running,
     RunningStatistics,
+    Used,
     move_average_,
 )
 
@@ -59,15 +61,13 @@ class PowerNorm(NormOverBatch):
 
     # begin Forward Propagation
 
-    def running_statistics(self, warming_up: bool, loss_factor: Tensor | float) -> RunningStatistics | None:
+    def running_statistics(self, warming_up: bool, loss_factor: Tensor | float) -> Used:
         if not self.training:
             return None
         psi = None if warming_up else self.root(self.psi_squared)
         return RunningStatistics(psi, self.nu * loss_factor, torch.zeros_like(self.nu, requires_grad=True))
 
-    def forward_in_training(
-        self, X: Tensor, valid: Tensor | None, running: RunningStatistics | None
-    ) -> tuple[Tensor, BatchStatistics]:
+    def forward_in_training(self, X: Tensor, valid: Tensor | None, running: Used) -> Normed:
         assert running is not None
         psi_B_squared, n_tokens = self.mean(X.detach().square(), valid)  # Get mini-batch statistics
         psi = self.root(psi_B_squared) if running.psi is None else running.psi
@@ -81,9 +81,7 @@ class PowerNorm(NormOverBatch):
         return Y, X_hat
 
     @torch.no_grad()
-    def update_(
-        self, running: RunningStatistics | None, batch: BatchStatistics | None, loss_factor: Tensor | float
-    ) -> None:
+    def update_(self, running: Used, batch: BatchStatistics | None, loss_factor: Tensor | float) -> None:
         """psi^2 <- psi^2 + share (psi_B^2 - psi^2). share: 1 - alpha, in the warm-up 1 / number of batches so far."""
         if running is None or batch is None:
             return
@@ -160,9 +158,7 @@ class PowerNormV(NormOverBatch):
     starts: ClassVar = {"psi_squared": 1.0}
     psi_squared: Tensor
 
-    def forward_in_training(
-        self, X: Tensor, valid: Tensor | None, running: RunningStatistics | None
-    ) -> tuple[Tensor, BatchStatistics]:
+    def forward_in_training(self, X: Tensor, valid: Tensor | None, running: Used) -> Normed:
         psi_B_squared, n_tokens = self.mean(X.square(), valid)
         X_hat = X / self.root(psi_B_squared)  # eq. 4
         Y = self.gain * X_hat + self.bias  # eq. 5
@@ -179,9 +175,7 @@ class BatchNorm(NormOverBatch):
     mu: Tensor
     variance: Tensor
 
-    def forward_in_training(
-        self, X: Tensor, valid: Tensor | None, running: RunningStatistics | None
-    ) -> tuple[Tensor, BatchStatistics]:
+    def forward_in_training(self, X: Tensor, valid: Tensor | None, running: Used) -> Normed:
         mu_B, n_tokens = self.mean(X, valid)
         sigma_B_squared, _ = self.mean((X - mu_B).square(), valid)
         X_hat = (X - mu_B) / self.root(sigma_B_squared)  # eq. 1
@@ -195,9 +189,7 @@ class BatchNorm(NormOverBatch):
 class PerToken(NormOverBatch):
     """LayerNorm, with the interface of a norm over the batch. It has no running statistics."""
 
-    def forward(
-        self, x: Tensor, valid: Tensor | None, running: RunningStatistics | None
-    ) -> tuple[Tensor, BatchStatistics | None]:
+    def forward(self, x: Tensor, valid: Tensor | None, running: Used) -> tuple[Tensor, BatchStatistics | None]:
         X = self.group_scaled(x.to(self.gain.dtype))
         return F.layer_norm(X, self.gain.shape, self.gain, self.bias, self.eps).to(x.dtype), None
 

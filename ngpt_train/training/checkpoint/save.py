@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 SPARE = 2**20  # bytes on the disk for the small files of a checkpoint
+OfPath = Callable[[Path], None]  # is called with a checkpoint
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Snapshot:
     pieces: tuple[Piece, ...]
     bytes: int  # of all ranks' tensors
     progress: Mapping[str, Any]  # the content of state.json
-    add_files: Callable[[Path], None]  # writes more files into the directory, on rank 0
+    add_files: OfPath  # writes more files into the directory, on rank 0
     loss: float | None  # of the last step; the manifest notes whether it had exploded
     problem: str | None = None  # why this rank cannot write; None if it can
 
@@ -80,7 +81,7 @@ class Checkpoints:
     _shares: tuple[dict[Place, int], set[Place], int] | None = field(default=None, init=False)
 
     def snapshot(
-        self, state: TrainState, position: Mapping[str, Any], add_files: Callable[[Path], None], loss: float | None
+        self, state: TrainState, position: Mapping[str, Any], add_files: OfPath, loss: float | None
     ) -> Snapshot:
         """The first part of a save: `state` and the position in the data. The pieces are views of the state, not
         copies. A collective call; loss is the same on every rank. Raises, on every rank, NumericalError if the state
@@ -89,7 +90,7 @@ class Checkpoints:
         progress = {**state.counters(), "world_size": self.world.size, "data": dict(position)}
         return Snapshot(state.step, pieces, n_bytes, progress, add_files, loss)
 
-    def write(self, snapshot: Snapshot, world: World, complete: Callable[[Path], None] = lambda _: None) -> Path:
+    def write(self, snapshot: Snapshot, world: World, complete: OfPath = lambda _: None) -> Path:
         """The second part of a save: writes, checks, renames, and deletes old checkpoints. A collective call of
         `world`, all ranks in a group of their own. complete: called before others are deleted. Raises DataError on
         every rank, with earlier checkpoints untouched, if the checkpoint could not be written."""
