@@ -127,16 +127,12 @@ class ModelConfig:
     name: str = key("gpt", "Architecture, chosen with model=NAME.")
     d_model: int = key(128, "Width of the residual stream.", minimum=1, maximum=1_000_000)
     n_layers: int = key(4, "Number of blocks.", minimum=1, maximum=10_000)
-    n_heads: int = key(
-        4, "Number of attention heads; d_model / n_heads must be even for RoPE.", minimum=1, maximum=1_000_000
-    )
+    n_heads: int = key(4, "Attention heads; d_model / n_heads must be even for RoPE.", minimum=1, maximum=1_000_000)
     n_kv_heads: Union[int, None] = key(
         None, "Number of key/value heads (grouped-query attention); null is n_heads.", minimum=1, maximum=1_000_000
     )
     d_mlp: Union[int, None] = key(None, "Hidden width of the MLP; null is 4 * d_model.", minimum=1, maximum=10_000_000)
-    vocab_size: IntOrAuto = key(
-        AUTO, "Rows of both embeddings; auto takes the tokenizer's.", minimum=2, maximum=10_000_000
-    )
+    vocab_size: IntOrAuto = key(AUTO, "Rows of both embeddings; auto: the tokenizer's.", minimum=2, maximum=10_000_000)
     context: int = key(256, "Tokens per training row.", minimum=1, maximum=10_000_000)
     bidirectional: bool = key(
         False, "Each token attends to all of its row, and predicts itself where it is masked; objective=masked sets it."

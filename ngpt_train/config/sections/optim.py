@@ -39,9 +39,7 @@ class GroupsConfig:
         None, "Of input embeddings and learned positions; null is optim.lr.", above=0, maximum=1000
     )
     output: Union[float, None] = key(None, "Of the output embedding; null is optim.lr.", above=0, maximum=1000)
-    vector: Union[float, None] = key(
-        None, "Of gains, biases and scale vectors; null is optim.lr.", above=0, maximum=1000
-    )
+    vector: Union[float, None] = key(None, "Of gains, biases, scale vectors; null is optim.lr.", above=0, maximum=1000)
 
     def chosen(self) -> list[str]:
         """The keys that are set."""

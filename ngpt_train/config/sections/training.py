@@ -108,9 +108,7 @@ class TrainConfig:
 
     steps: int = key(500, "Optimizer steps of the whole schedule.", **COUNT)
     stop_at: Union[int, None] = key(None, "Stop after this step without changing the schedule.", **COUNT)
-    batch_rows: Union[int, None] = key(
-        None, "Rows per optimizer step over all ranks; set this or batch_tokens.", **ROWS
-    )
+    batch_rows: Union[int, None] = key(None, "Rows per step over all ranks; set this or batch_tokens.", **ROWS)
     batch_tokens: Union[int, None] = key(
         None,
         "Tokens per optimizer step over all ranks, a multiple of model.context; replaces batch_rows.",

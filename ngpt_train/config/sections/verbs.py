@@ -45,9 +45,7 @@ WEIGHTS = "The trained weights, or their moving average, which a run keeps with 
 class CheckpointKeys(VerbKeys):
     """The keys of the verbs that read one checkpoint: `evaluate`, `generate` and `export`."""
 
-    checkpoint: Union[str, None] = key(
-        None, "Run directory (its newest checkpoint), checkpoint directory, or RUN/best."
-    )
+    checkpoint: Union[str, None] = key(None, "Run directory (its newest checkpoint), checkpoint directory or RUN/best.")
     average: int = key(1, AVERAGE, minimum=1, maximum=1000)
     weights: str = key("trained", WEIGHTS, choices=("trained", "ema"))
 
@@ -190,9 +188,7 @@ class GenerateConfig(CheckpointKeys):
         "and \\\\ a backslash. null: none.",
     )
     seed: int = key(0, "Seed of the sampling, the same for each prompt.", **SEED)
-    cache: bool = key(
-        True, "Keep the keys and values of earlier tokens; false computes the whole text again for each token."
-    )
+    cache: bool = key(True, "Keep the keys and values of earlier tokens; false computes all again for each token.")
     overflow: str = key(
         "slide",
         "Where a text outgrows model.context. slide: the model sees the last model.context tokens, which are computed "
@@ -288,9 +284,7 @@ class AnalyzeConfig(_Checkpoints):
     )
     average: int = key(1, AVERAGE, minimum=1, maximum=1000)
     weights: str = key("trained", WEIGHTS, choices=("trained", "ema"))
-    rows: int = key(
-        64, "Validation rows of a run's own data that gradients and statistics of batches are measured on.", **ROWS
-    )
+    rows: int = key(64, "Validation rows of a run's own data for gradients and statistics of batches.", **ROWS)
     batch_rows: int = key(8, "Rows of each batch whose statistics are compared with the running ones.", **ROWS)
 
 
@@ -307,9 +301,7 @@ class ProbeConfig(_Checkpoints):
     out: Union[str, None] = key(None, "Directory for probe.json and page.html; null prints a summary only.")
     average: int = key(1, AVERAGE, minimum=1, maximum=1000)
     weights: str = key("trained", WEIGHTS, choices=("trained", "ema"))
-    show: int = key(
-        10, "Rows to show: those where two models differ most, or with one model those it finds hardest.", **COUNT
-    )
+    show: int = key(10, "Rows to show: where two models differ most, or one model's hardest.", **COUNT)
 
 
 @dataclass
@@ -328,12 +320,8 @@ class ExportConfig(CheckpointKeys):
         choices=(AUTO, *LAYOUTS),
     )
     dtype: str = key("fp32", "Of the written weights, to which they are rounded.", choices=("fp32", "bf16", "fp16"))
-    max_shard_gb: float = key(
-        5.0, "A file of weights has at most so many GB (1e9 bytes); more are split.", above=0, maximum=1e6
-    )
-    rows: int = key(
-        4, "Rows of random ids by which the written model is compared with the checkpoint.", minimum=1, maximum=1000
-    )
+    max_shard_gb: float = key(5.0, "Most GB (1e9 bytes) of a file of weights; more are split.", above=0, maximum=1e6)
+    rows: int = key(4, "Rows of random ids that compare written model and checkpoint.", minimum=1, maximum=1000)
 
     def refused(self, config: Config) -> Iterator[Conflict]:
         yield from super().refused(config)

@@ -102,9 +102,7 @@ class ComposedConfig(PositionKeys, PowerNormConfig):
         False,
         "BERT's head, of a bidirectional model: logits = E_output norm(gelu(W_head x + b_head)) + b_output.",
     )
-    deep_init: bool = key(
-        False, "DeepInit: the matrices of block l start smaller by the factor 1 / sqrt(l), l = 1, 2, ..."
-    )
+    deep_init: bool = key(False, "DeepInit: matrices of block l start smaller by the factor 1 / sqrt(l), l = 1, 2, ...")
 
     @property
     def uses_dropout(self) -> bool:
