@@ -138,10 +138,7 @@ class ModelConfig:
         False, "Each token attends to all of its row, and predicts itself where it is masked; objective=masked sets it."
     )
     mask_share: float = key(
-        0.15,
-        "Of a bidirectional model, the share of a row's tokens that it predicts; rounded up or down by chance.",
-        above=0,
-        below=1,
+        0.15, "Of a bidirectional model: share of a row's tokens that it predicts, rounded by chance.", above=0, below=1
     )
     n_classes: Union[int, None] = key(
         None,

@@ -20,8 +20,7 @@ class EncoderDecoderKeys(ModelConfig):
         None, "Tokens of a row, of its model.context, for the encoder; null is two thirds.", minimum=1
     )
     translates: bool = key(
-        False,
-        "Half of a row, however wide it is, is the source. data.translation_field sets it, data.label_field unsets it.",
+        False, "Half of a row is the source. data.translation_field sets it, data.label_field unsets it."
     )
     shared_source: bool = key(
         False, "The encoder reads with the decoder's input embedding; with tied_embeddings all three are one matrix."

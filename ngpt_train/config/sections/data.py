@@ -46,8 +46,7 @@ class DataConfig:
         choices=("embedded", "local", "tokens", "openwebtext", "hf", "mixture"),
     )
     path: Union[str, None] = key(
-        None,
-        "File, directory or glob of the text (local); directory of shards, or Megatron's file without .bin (tokens).",
+        None, "File, directory or glob of text (local); directory of shards or Megatron's file without .bin (tokens)."
     )
     repo: Union[str, None] = key(None, "hf: the data set on the hub, as OWNER/NAME.")
     revision: Union[str, None] = key(None, "hf: commit, branch or tag; null: the newest commit, which the run keeps.")
@@ -112,10 +111,7 @@ class DataConfig:
     document_mask: bool = key(False, "No attention across documents of a row, and positions begin anew with each.")
     streaming: BoolOrAuto = key(AUTO, "Tokenize while training, not all text before; auto: for data sets of the hub.")
     streams: int = key(
-        192,
-        "Virtual streams that the rows of streamed text come from; any number of ranks reads them.",
-        minimum=1,
-        maximum=65536,
+        192, "Virtual streams that rows of streamed text come from, on any number of ranks.", minimum=1, maximum=65536
     )
     open_shards: int = key(4, "Shards that streams draw from: how far text is shuffled.", minimum=1, maximum=65536)
     workers: int = key(1, "Processes of a rank that tokenize streamed text; 0: in the trainer.", minimum=0, maximum=256)
@@ -146,10 +142,7 @@ class DataConfig:
     )
 
     prepare_workers: IntOrAuto = key(
-        AUTO,
-        "Processes that tokenize text for shards, which they do not change; auto: one for each CPU.",
-        minimum=1,
-        maximum=1024,
+        AUTO, "Processes that tokenize text for shards, which stay the same; auto: one a CPU.", minimum=1, maximum=1024
     )
 
     @property

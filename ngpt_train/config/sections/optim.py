@@ -273,10 +273,7 @@ class ScheduleConfig:
         0.0, "Learning rate that cosine, linear, wsd and log end at; the others take only 0.", minimum=0, maximum=1000
     )
     final_share: Union[float, None] = key(
-        None,
-        "schedule.final_lr as a share of optim.lr, for example 0.1, so that it follows a rate that is tuned.",
-        minimum=0,
-        maximum=1,
+        None, "schedule.final_lr as a share of optim.lr, such as 0.1, to follow a tuned rate.", minimum=0, maximum=1
     )
     decay_fraction: float = key(0.2, "wsd: last part of train.steps that decays.", above=0, maximum=1)
     rho: float = key(

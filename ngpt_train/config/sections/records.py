@@ -189,9 +189,7 @@ class WandbConfig:
     )
     notes: Union[str, None] = key(None, "A text about the run, for wandb's page of it.")
     timeout: float = key(
-        20.0,
-        "Seconds that wandb has to start, else it goes offline, and to finish; the run trains meanwhile.",
-        **SECONDS,
+        20.0, "Seconds for wandb to start, else it goes offline, and to finish; the run trains meanwhile.", **SECONDS
     )
 
     @property

@@ -63,10 +63,7 @@ class SlurmConfig:
     partition: Union[str, None] = key(None, "Partition of the jobs; null is the cluster's own choice.")
     account: Union[str, None] = key(None, "Account that pays; null is the user's own.")
     time: int = key(
-        240,
-        "Minutes that a job may take. A run that needs more saves, and its job is queued again.",
-        minimum=15,
-        maximum=100_000,
+        240, "Minutes of a job. A run that needs more saves, and its job is queued again.", minimum=15, maximum=100_000
     )
     gpus: int = key(1, "GPUs of a run; 0 trains on CPUs.", minimum=0, maximum=64)
     cpus: int = key(8, "CPU cores of a run.", minimum=1, maximum=10_000)

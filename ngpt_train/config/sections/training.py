@@ -116,9 +116,7 @@ class TrainConfig:
         maximum=10_000_000_000,
     )
     micro_rows: IntOrAuto = key(
-        AUTO,
-        "Rows per rank in one forward pass; auto is the largest divisor of the rank's rows within 16,384 tokens.",
-        **ROWS,
+        AUTO, "Rows per rank in a forward pass; auto: the largest divisor of its rows within 16,384 tokens.", **ROWS
     )
     device: str = key(AUTO, "auto takes the GPU if there is one.", choices=(AUTO, "cpu", "cuda"))
     precision: str = key(

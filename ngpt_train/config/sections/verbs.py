@@ -68,9 +68,7 @@ class LengthConfig:
     """The loss by context and by position on whole documents of data.* (`evaluate`, in place of the validation)."""
 
     contexts: Union[list[int], None] = key(
-        None,
-        "Tokens that the model reads at most, such as [1024,2048,4096,8192,16384,32768]; null: no such evaluation.",
-        **COUNT,
+        None, "Tokens that the model reads at most, such as [1024,4096,16384]; null: no such evaluation.", **COUNT
     )
     stride: Union[int, None] = key(
         None,
@@ -168,10 +166,7 @@ class GenerateConfig(CheckpointKeys):
         None, "Sample among the fewest tokens whose probability reaches p; null: all.", above=0, maximum=1
     )
     min_p: Union[float, None] = key(
-        None,
-        "Sample among the tokens at least this times as probable as the most probable one; null: all.",
-        minimum=0,
-        maximum=1,
+        None, "Sample tokens at least this times as probable as the most probable one; null: all.", minimum=0, maximum=1
     )
     repetition_penalty: float = key(
         1.0,
@@ -295,8 +290,7 @@ class ProbeConfig(_Checkpoints):
     verb, numbers, most = "probe", "probe.json", 2
 
     checkpoints: Union[list[str], None] = key(
-        None,
-        "One or two run directories, checkpoint directories or RUN/best, such as [runs/gpt,runs/ngpt]. null: none.",
+        None, "One or two runs, checkpoint directories or RUN/best, such as [runs/gpt,runs/ngpt]. null: none."
     )
     out: Union[str, None] = key(None, "Directory for probe.json and page.html; null prints a summary only.")
     average: int = key(1, AVERAGE, minimum=1, maximum=1000)
