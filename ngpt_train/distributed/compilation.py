@@ -33,6 +33,7 @@ from torch import nn
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError
+from ngpt_train.core.files import text_of
 from ngpt_train.core.log import say_once
 
 # The environment variables of torch's compiled code and of Triton's kernels, each with its subdirectory of ours.
@@ -63,12 +64,9 @@ def keep_compiled(config: Config) -> None:
 def machine() -> str:
     """A name for this kind of machine, whose compiled code no other may use. torch's own cache keys have its version
     and the GPU, but not the CPU, for whose instructions it compiles (-march=native)."""
-    try:
-        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
-        kinds = ("vendor_id", "model name", "flags", "Features", "CPU implementer", "CPU part")
-        cpu = "\n".join(line for line in first if line.startswith(kinds))
-    except OSError:
-        cpu = platform.processor()
+    first = text_of(Path("/proc/cpuinfo")).partition("\n\n")[0].splitlines()
+    kinds = ("vendor_id", "model name", "flags", "Features", "CPU implementer", "CPU part")
+    cpu = "\n".join(line for line in first if line.startswith(kinds)) or platform.processor()
     python = f"py{'.'.join(platform.python_version_tuple()[:2])}"
     return f"torch{torch.__version__}-{python}-{platform.machine()}-{hashlib.sha256(cpu.encode()).hexdigest()[:8]}"
 
