@@ -224,12 +224,8 @@ def rotary_forward(
 
 
 @rotary_forward.register_fake
-def _(
-    qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None,
-    n_heads: int, n_kv_heads: int, interleaved: bool, normalized: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    B, T = qkv.shape[:2]
-    D = 2 * cos.shape[-1]
+def _(qkv, cos, sin, scale, n_heads, n_kv_heads, *_):
+    (B, T), D = qkv.shape[:2], 2 * cos.shape[-1]
     return qkv.new_empty((B, T, n_heads, D)), qkv.new_empty((B, T, n_kv_heads, D))
 
 
@@ -256,10 +252,7 @@ def rotary_backward(
 
 
 @rotary_backward.register_fake
-def _(
-    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None,
-    n_heads: int, n_kv_heads: int, interleaved: bool, normalized: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _(dq, dk, dv, qkv, cos, sin, scale, *_):
     d_scale = qkv.new_empty((0 if scale is None else scale.shape[0],), dtype=torch.float32)
     return qkv.new_empty(qkv.shape), d_scale
 

@@ -59,9 +59,7 @@ def sphere_step_backward(
 
 
 @sphere_step_backward.register_fake
-def _(
-    g: Tensor, g_too: Tensor | None, h: Tensor, x: Tensor, alpha: Tensor, r_x: Tensor, r_u: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(g, g_too, h, x, alpha, r_x, r_u):
     return h.new_empty(h.shape), x.new_empty(x.shape), alpha.new_empty(alpha.shape, dtype=torch.float32)
 
 
