@@ -39,11 +39,8 @@ class Interval:
 
     def __init__(self, device: torch.device, clip_norm: float | None) -> None:
         self._clip_norm = clip_norm
-        counts = ("n_targets", "n_skipped", "n_clipped")
-        self._sums = {
-            "loss_sum": torch.zeros((), dtype=torch.float64, device=device),  # nats
-            **{name: torch.zeros((), dtype=torch.int64, device=device) for name in counts},
-        }
+        dtypes = {"loss_sum": torch.float64} | dict.fromkeys(("n_targets", "n_skipped", "n_clipped"), torch.int64)
+        self._sums = {name: torch.zeros((), dtype=dtype, device=device) for name, dtype in dtypes.items()}
         self._n_steps = 0
 
     def add(self, result: StepResult) -> None:

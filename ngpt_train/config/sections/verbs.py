@@ -207,12 +207,7 @@ class GenerateConfig(CheckpointKeys):
 
     def check_texts(self) -> None:
         """Raises ConfigError for keys that exclude each other, and for files that cannot be used."""
-        asked = {
-            "generate.prompt": bool(self.prompt),
-            "generate.prompts": self.prompts is not None,
-            "generate.interactive": self.interactive,
-        }
-        given = [name for name, is_given in asked.items() if is_given]
+        given = [f"generate.{name}" for name in ("prompt", "prompts", "interactive") if getattr(self, name)]
         prompts, out = (None if file is None else Path(file).expanduser() for file in (self.prompts, self.out))
         if len(given) > 1:
             raise mistake(f"{', '.join(given)}: prompts from several places", "Keep one of them")

@@ -241,16 +241,18 @@ class NGPTConfig(ScaledConfig):
 
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         yield from super().conflicts(config)
-        if self.lr_rule != "none" and config.optim.lr_rule != "none":
+        if self.lr_rule == "none":
+            return
+        if config.optim.lr_rule != "none":
             problem = "nuGPT's rates have no factor of depth, HyperP's have 1 / sqrt(L): the two contradict each other"
             yield "model.lr_rule optim.lr_rule", problem, "Set one of them to none"
-        if self.lr_rule != "none" and self.tied_embeddings:
+        if self.tied_embeddings:
             fix = "Set model.tied_embeddings=false, or model.lr_rule=none"
             yield "model.tied_embeddings model.lr_rule", "one matrix cannot have the rates of two", fix
-        if self.lr_rule != "none" and config.optim.matrix_step is not None:
+        if config.optim.matrix_step is not None:
             fix = "Set optim.name=adam, or model.lr_rule=none"
             yield "optim.name model.lr_rule", "the rule's factors are of Adam's steps", fix
-        if self.lr_rule != "none" and (own := config.optim.groups.chosen()):
+        if own := config.optim.groups.chosen():
             fix = f"Set model.lr_rule=none, or leave optim.groups.{own[0]} out"
             yield f"optim.groups.{own[0]} model.lr_rule", "the rule has a rate for each of them", fix
 
