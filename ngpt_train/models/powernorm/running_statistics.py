@@ -121,7 +121,6 @@ class NormOverBatch(nn.Module):
         return total[:-1] / total[-1].clamp(min=1), total[-1]
 
     def root(self, mean_square: Tensor) -> Tensor:
-        """sqrt(mean_square + eps)."""
         return (mean_square + self.eps).sqrt()
 
 
