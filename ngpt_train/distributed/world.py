@@ -181,10 +181,13 @@ class World:
             return self
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
         _never_release(group)
-        # A second connection, as the watchdog has.
+        return replace(self, group=group, arrivals=Arrivals(self.own_store("arrivals"), self.rank, self.size))
+
+    def own_store(self, name: str) -> dist.Store:
+        """The process group's store for another thread: by a connection of its own, so that neither waits for the
+        other, and without the keys of an earlier start, whose store torchrun may keep. A collective call."""
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        store = dist.PrefixStore(f"ngpt_train/arrivals/{self.on_main(lambda: uuid.uuid4().hex)}", store)
-        return replace(self, group=group, arrivals=Arrivals(store, self.rank, self.size))
+        return dist.PrefixStore(f"ngpt_train/{name}/{self.on_main(lambda: uuid.uuid4().hex)}", store)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over all ranks in place, and returns it."""

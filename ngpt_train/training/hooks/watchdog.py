@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,10 +51,7 @@ class Watchdog(Hook):
         self._looks = 0  # at the store, that the store has answered
         self._thread: threading.Thread | None = None
         if world.size > 1 and seconds:
-            # A connection of its own: the beats go on while the main thread waits for the store.
-            store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-            # torchrun may keep its store for the next start, which must not read the end of this one.
-            self._store = dist.PrefixStore(f"ngpt_train/watchdog/{world.on_main(lambda: uuid.uuid4().hex)}", store)
+            self._store = world.own_store("watchdog")
             self._beat_number = 0
             self._give_sign()  # the first one here, so that a rank that is stopped at once has given one
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
