@@ -189,9 +189,8 @@ class _Rotary(torch.autograd.Function):
 
             d_joined, d_scale = rotary_backward(dq, dk, dv, joined, cos, sin, scale, *ctx.options)
         else:
-            d_joined, d_scale = backward_by_hand(
-                dq, dk, dv, joined, Rope(cos, sin, ctx.options.interleaved), scale, ctx.options
-            )
+            rope = Rope(cos, sin, ctx.options.interleaved)
+            d_joined, d_scale = backward_by_hand(dq, dk, dv, joined, rope, scale, ctx.options)
         return d_joined, None, None, None if scale is None else d_scale, None, None
 
 
