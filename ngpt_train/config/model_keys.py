@@ -176,6 +176,11 @@ class ModelConfig:
         table=Table(_problem_of_starts, "{tiny: {init.embedding: 1.0}}", "Set the keys, or write a recipe in YAML"),
     )
 
+    @property
+    def d_head(self) -> int:
+        """Width of a head: d_k."""
+        return self.d_model // self.n_heads
+
     # What the rest of the house asks an architecture before there is a model. A subclass may answer otherwise.
 
     @property

@@ -77,7 +77,7 @@ def first_contact(config: Config, world: World, micro_rows: int, stored: Stored 
         device=str(world.device),
         dtype=str(precision).removeprefix("torch."),
         attention=config.kernels.attention,
-        d_head=config.model.d_model // config.model.n_heads,
+        d_head=config.model.d_head,
         compiled=compiled,
         times=config.kernels.kind == "auto" and config.kernels.choose == "measured",
     )

@@ -142,10 +142,9 @@ def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder,
 
 def choose_kernels(config: Config, device: torch.device, precision: torch.dtype) -> None:
     """Sets the kernels of this process. Raises ConfigError if they cannot run."""
-    d_head = config.model.d_model // config.model.n_heads
     try:
         dispatch.choose(config.kernels.kind)
-        attention.choose(config.kernels.attention, device, d_head, precision)
+        attention.choose(config.kernels.attention, device, config.model.d_head, precision)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     say_once(logging.INFO, dispatch.described(device))

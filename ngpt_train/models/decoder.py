@@ -136,10 +136,8 @@ class Decoder(nn.Module):
         config = self.config
         if not config.uses_rope:
             return None
-        interleaved = config.rope_layout == "interleaved"
-        d_head = config.d_model // config.n_heads
-        length = tokens.shape[1]
-        return rope_table(length, d_head, config.rope_base, interleaved, tokens.device, dtype, self.rope_scaling)
+        T, interleaved = tokens.shape[1], config.rope_layout == "interleaved"
+        return rope_table(T, config.d_head, config.rope_base, interleaved, tokens.device, dtype, self.rope_scaling)
 
     def blocks(self) -> list[nn.Module]:
         """The units of compilation, activation checkpointing and sharding."""
@@ -195,8 +193,7 @@ class Decoder(nn.Module):
         training. Attention with dropout or in both directions takes a mask with room for any number."""
         if self.config.attention_dropout or self.config.bidirectional:
             return
-        dtype = self.compute_dtype or self.embedding.dtype
-        check_documents(doc_ids, device, self.config.d_model // self.config.n_heads, dtype)
+        check_documents(doc_ids, device, self.config.d_head, self.compute_dtype or self.embedding.dtype)
 
     def begin_step_(self, step: int, loss_factor: Tensor) -> None:
         """Called before the forward passes of a training step. step: steps completed before it. loss_factor: 0-dim, the
@@ -230,9 +227,8 @@ class Decoder(nn.Module):
             positions = positions_in_documents(doc_ids)
             rope = None if rope is None else rope.at(positions)
             drops = of_blocks is not None and self.config.attention_dropout > 0
-            d_head = self.config.d_model // self.config.n_heads
             causal = not self.config.bidirectional
-            mask = boolean_mask(doc_ids, causal) if drops else document_mask(doc_ids, d_head, dtype, causal)
+            mask = boolean_mask(doc_ids, causal) if drops else document_mask(doc_ids, self.config.d_head, dtype, causal)
         with seeded(of_embedding):
             h = self.first_hidden_state(tokens, self.embedding, positions)
         with seeded(of_blocks):

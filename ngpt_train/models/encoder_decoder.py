@@ -107,7 +107,7 @@ class EncoderDecoder(Decoder):
         cross-attention, the others through all other matrices. causal: half of the decoder's own pairs count."""
         config, S, T = self.config, self.source_context, context - self.source_context
         n_encoder, n_decoder, d_model = len(self.encoder), len(self.layers), config.d_model
-        d_kv = (config.n_kv_heads or config.n_heads) * (d_model // config.n_heads)
+        d_kv = (config.n_kv_heads or config.n_heads) * config.d_head
         cross = n_decoder * 2 * d_kv * d_model  # W_k and W_v
         of_source = in_matrices(self.encoder) + cross
         of_target = in_matrices(self.layers) - cross + self.unembedding.numel()

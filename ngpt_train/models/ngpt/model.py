@@ -165,7 +165,7 @@ def softmax_scale(config: NGPTConfig) -> float:
     The product of unit vectors q and k has variance 1 / d_k, where the baseline's has variance d_k. Of q and k that
     are not normalised, products of unit rows with h, it has variance d_k / d_model^2.
     """
-    root = math.sqrt(config.d_model // config.n_heads)  # sqrt(d_k)
+    root = math.sqrt(config.d_head)  # sqrt(d_k)
     return {"sqrt(d_k)": root, "1/sqrt(d_k)": 1 / root, "d/sqrt(d_k)": config.d_model / root}[config.softmax_scale]
 
 
