@@ -167,8 +167,8 @@ class Decoder(nn.Module):
         return self.config.init.std(kind_of(path), self.config.d_model, self.residual_writes(path))
 
     def residual_writes(self, path: str) -> int:
-        """The number of matrices that write into the residual stream of the matrix at `path`; 1 if it writes none."""
-        return 2 * self.config.n_layers if path.endswith((".wo", ".w_down")) else 1
+        """The number of matrices that write into the residual stream of the block that `path` is in."""
+        return 2 * self.config.n_layers
 
     @property
     def constraint(self) -> Constraint:

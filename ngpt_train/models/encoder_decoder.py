@@ -37,10 +37,7 @@ class EncoderDecoder(Decoder):
         return [*self.encoder, *self.layers]
 
     def residual_writes(self, path: str) -> int:
-        """As in a decoder, but encoder and decoder have a stream each, and a block of the decoder writes three
-        times."""
-        if not path.endswith((".wo", ".w_down")):
-            return 1
+        """Encoder and decoder have a stream each, and a block of the decoder writes three times."""
         return 2 * len(self.encoder) if path.startswith("encoder.") else 3 * len(self.layers)
 
     def check_documents(self, doc_ids: Tensor, device: torch.device) -> None:
