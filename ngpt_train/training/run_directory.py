@@ -4,7 +4,6 @@ config.yaml  run.json  metrics.jsonl  evals/  curves.png  checkpoints/  logs/  e
 """
 
 import contextlib
-import itertools
 import logging
 import os
 import platform
@@ -260,9 +259,11 @@ class RunDirectory:
 
     def _put_aside(self, name: str, why: str) -> Path:
         """Renames a checkpoint to WHY-NAME, so that no start takes it and nothing deletes it; returns its path."""
-        suffixes = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-        asides = (self.checkpoints / f"{why}-{name}{suffix}" for suffix in suffixes)
-        return (self.checkpoints / name).rename(next(path for path in asides if not path.exists()))
+        aside, number = self.checkpoints / f"{why}-{name}", 1
+        while aside.exists():
+            number += 1
+            aside = self.checkpoints / f"{why}-{name}-{number}"
+        return (self.checkpoints / name).rename(aside)
 
     def saved(self, step: int) -> None:
         """Notes in run.json that a checkpoint of `step` is complete, so that its loss is noticed. Rank 0 calls it."""

@@ -139,8 +139,8 @@ def forward_and_backward(
     loss_factor: Tensor,
     untouched: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Both passes over this rank's micro batches, on the device: gradients of loss_factor, 0-dim fp64, times the loss.
-    Returns the cross-entropy and the z-loss, summed over this rank's targets: 0-dim fp64, in nats."""
+    """Both passes over this rank's micro batches, which are on the device: the gradients of loss_factor (0-dim fp64)
+    times the summed loss. Returns the sums of cross-entropy and z-loss over this rank's targets: 0-dim fp64, nats."""
     if state.config.train.cuda_graphs:
         hold_gradients(state.model)
     loss_sum = torch.zeros((), dtype=torch.float64, device=state.world.device)
