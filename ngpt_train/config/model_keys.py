@@ -73,8 +73,7 @@ class InitConfig:
     )
 
     def std(self, kind: str, d_model: int, writes: int) -> float:
-        """The standard deviation of a matrix of one of KINDS. writes: number of matrices that write into its residual
-        stream."""
+        """The standard deviation of a matrix of one of KINDS. writes: matrices that write into its residual stream."""
         rule = getattr(self, kind)
         if rule == "hidden":
             return self.std("hidden", d_model, writes)

@@ -113,8 +113,7 @@ class Config:
 
 
 def check(config: Config, world_size: int | None = None, origins: Mapping[str, Origin] | None = None) -> None:
-    """Raises ConfigError for values that exclude each other. `config` is resolved; `world_size`: by default
-    torchrun's."""
+    """Raises ConfigError for values that exclude each other. `config` is resolved; None: torchrun's world_size."""
     for conflict in config.conflicts(world_size or int(os.environ.get("WORLD_SIZE", "1"))):
         raise report_together(config, conflict, origins or {})
 

@@ -22,8 +22,7 @@ GOLDEN, FIRST, SECOND = (signed(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E
 
 
 def mix(x: Tensor) -> Tensor:
-    """SplitMix64's next number from its state x, int64 (Steele et al. 2014): one to one, no pattern for x = 0, 1, 2,
-    ..."""
+    """SplitMix64's next number from its state x, int64 (Steele et al. 2014): one to one, no pattern for 0, 1, ..."""
     x = x + GOLDEN
     x = (x ^ shifted(x, 30)) * FIRST
     x = (x ^ shifted(x, 27)) * SECOND

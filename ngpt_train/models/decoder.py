@@ -276,11 +276,8 @@ class Decoder(nn.Module):
     def loss(
         self, tokens: Tensor, targets: Tensor, doc_ids: Tensor | None = None, seeds: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The summed cross-entropy in nats, in training mode smoothed and with the z-loss; the number of targets that
-        count.
-
-        Both are 0-dim. A target of -100 does not count. Arguments as of `forward`.
-        """
+        """The summed cross-entropy in nats, in training mode smoothed and with the z-loss, and the number of targets,
+        both 0-dim. A target of -100 does not count. Arguments as of `forward`."""
         loss = self(tokens, targets, doc_ids, seeds)
         return loss.total, loss.n_tokens
 
@@ -326,8 +323,7 @@ class Decoder(nn.Module):
 
         A value of a matrix takes a multiplication and an addition in the forward pass, and twice as many in the
         backward pass. The output embedding counts at the places with a target, the look-up in the input embedding does
-        not. The second term is attention, for all pairs of tokens. causal: one half, which a mask hides, does not
-        count.
+        not. The second term is attention, for all pairs of tokens. causal: the half that a mask hides does not count.
         """
         config = self.config
         attention = 12 * config.n_layers * config.d_model * context

@@ -52,8 +52,7 @@ class EncoderDecoder(Decoder):
     def decode(
         self, h: Tensor, rope: Rope | None, mask: Mask, memory: Tensor, memory_mask: Mask, valid: Tensor | None
     ) -> Tensor:
-        """The decoder's blocks, and what follows before the head: h and the result `(B, T, d_model)`, valid `(B,
-        T)`."""
+        """The decoder's blocks, and what comes before the head: h and result `(B, T, d_model)`, valid `(B, T)`."""
         return self.run_blocks(self.layers, h, rope, mask, memory, memory_mask)
 
     def forward(

@@ -31,8 +31,7 @@ class EncoderDecoderKeys(ModelConfig):
         return "label" if self.n_classes else "translation" if self.translates else "prefix_continuation"
 
     def source_length(self, context: int) -> int:
-        """Tokens of a row of `context` that the encoder reads: half if it translates, else source_context, null being
-        2/3."""
+        """Tokens of a row of `context` that the encoder reads: half if it translates, else source_context or 2/3."""
         if self.translates:
             return context // 2
         return self.source_context or max(1, 2 * context // 3)

@@ -145,8 +145,7 @@ class RunDirectory:
         return False
 
     def _check_saved(self, name: str, found: list[Path]) -> None:
-        """Raises DataError if saved checkpoints are all gone. Warns of a last one that is gone, and of incomplete
-        ones."""
+        """Raises DataError if all saved checkpoints are gone. Warns if the last one is, and of incomplete ones."""
         saved = self._record().get("saved")
         complete = list_checkpoints(self.checkpoints)
         for path in sorted(self.checkpoints.glob("step_*")) if self.checkpoints.is_dir() else []:

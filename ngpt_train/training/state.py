@@ -72,8 +72,7 @@ class Interval:
         return {**{name: value.item() for name, value in self._sums.items()}, "n_steps": self._n_steps}
 
     def load_state_dict(self, stored: Mapping[str, Any]) -> None:
-        """stored: from `state_dict`; without counts, as of earlier versions, the share covers the steps since the
-        resume."""
+        """stored: from `state_dict`. Earlier versions had no counts: their share covers the steps since the resume."""
         for name, value in self._sums.items():
             value.fill_(stored.get(name, 0))
         self._n_steps = stored.get("n_steps", 0)

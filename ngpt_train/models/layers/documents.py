@@ -55,8 +55,7 @@ def document_blocks(doc_ids: Tensor, causal: bool = True) -> Blocks:
 
 def packed(doc_ids: Tensor, kernel: Varlen) -> Packed:
     """The boundaries of documents for a varlen kernel. The host does not know the number of documents, so the tensor of
-    boundaries has room for a fixed number per batch. `check_documents` refuses a batch with more, which would fail on
-    the device."""
+    boundaries has room for a fixed number per batch. `check_documents` refuses a batch with more before it fails."""
     B, T = doc_ids.shape
     room = room_for_documents(B, T)
     place = torch.arange(B * T, device=doc_ids.device)

@@ -48,8 +48,10 @@ class MLP(nn.Module):
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    **{"gelu": F.gelu, "relu": F.relu, "silu": F.silu},  # the exact GELU, not the tanh approximation
+    "gelu": F.gelu,  # the exact one, not the tanh approximation
+    "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
+    "silu": F.silu,
 }
 
 

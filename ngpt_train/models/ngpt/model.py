@@ -200,8 +200,7 @@ SCALED_GATES: dict[str, Callable[..., Tensor]] = {"silu": scaled_swiglu, "gelu":
 
 
 class Spherical(Decoder):
-    """A model on the sphere without its blocks: embedding, head and initialisation. A subclass sets the logits'
-    `s_z`."""
+    """A model on the sphere without its blocks: embedding, head, initialisation. A subclass sets the `s_z`."""
 
     decays = False  # the projection fixes the length of every row (section 2.6, item 7)
     config: NGPTConfig
