@@ -32,8 +32,7 @@ def plugins() -> list[Path]:
 
 
 def use_plugins(folders: Sequence[str]) -> None:
-    """Makes these folders the only architectures besides ours, in this process and in those that it starts. Raises
-    ConfigError."""
+    """Makes these folders the only plug-ins, here and in processes of this one. Raises ConfigError."""
     paths = list(dict.fromkeys(Path(realpath(Path(folder).expanduser())) for folder in folders))
     for folder, path in zip(folders, paths, strict=False):
         if not path.is_dir():

@@ -54,11 +54,9 @@ def put_directories(config: Config, verb: str, directories: list[str]) -> None:
 
 
 def check_arguments(verb: str, overrides: Sequence[str]) -> None:
-    """Raises ConfigError for what `verb` never takes. A recipe would be checked against the default model first.
-
-    A path may stand alone, as `audit` and `compare` take it (`evaluate runs/a`), or after the name of the group
-    (`evaluate checkpoint=runs/a`): the message has its key.
-    """
+    """Raises ConfigError for what `verb` never takes. A recipe would be checked against the default model first. A path
+    may stand alone, as `audit` and `compare` take it (`evaluate runs/a`), or after the name of the group (`evaluate
+    checkpoint=runs/a`): the message has its key."""
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"
     if verb in ("analyze", "probe") and under_torchrun:
         raise mistake(f"{verb}: not under torchrun, it is one process", f"Start it with: ngpt-train {verb} ...")

@@ -1,8 +1,7 @@
 """From YAML files and the command line to a checked `Config`.
 
 Hydra reads the defaults lists: which files count, in which order, for which section. Every file and override is checked
-against the schema before it counts, so that a mistake is reported in the words of this package, with the file that
-holds it.
+against the schema before it counts, so that a mistake is reported in our words, with its file.
 """
 
 from __future__ import annotations
@@ -57,8 +56,7 @@ def load_config(overrides: Sequence[str] = (), config_dir: str | None = None, wo
 
 
 def compose(arguments: Sequence[str], user_dir: str | None = None) -> Composition:
-    """Composes and checks key by key; keys that belong together are for `resolve` and `check`.
-    Raises ConfigError."""
+    """Composes and checks key by key; keys that belong together are for `resolve` and `check`. Raises ConfigError."""
     files = Files(user_dir)
     overrides = parse(arguments, files.options)
     lists = files.defaults_lists(overrides.choices)
@@ -104,11 +102,9 @@ def _warn_of_layout(hardware: str, layout_of: str, scale: str) -> None:
 
 @lru_cache(maxsize=256)  # Hydra takes ten times as long as all the rest
 def _in_order(chosen: Sequence[str], lists: str) -> dict[str, str]:
-    """The section that each file fills, by its path `group/option`, in the order in which the files count.
-
-    `chosen` are the command line's `group=option`, `~group` for none, `lists` is JSON of Files.defaults_lists.
-    Raises ConfigError for lists that Hydra cannot order.
-    """
+    """The section that each file fills, by its path `group/option`, in the order in which the files count. `chosen` are
+    the command line's `group=option`, `~group` for none, `lists` is JSON of Files.defaults_lists. Raises ConfigError
+    for lists that Hydra cannot order."""
     import hydra
     from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra

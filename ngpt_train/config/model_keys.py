@@ -73,8 +73,7 @@ class InitConfig:
     )
 
     def std(self, kind: str, d_model: int, writes: int) -> float:
-        """The standard deviation of a matrix of one of KINDS. writes: how many matrices write into the residual stream
-        that this one writes into."""
+        """The standard deviation of a matrix of one of KINDS. writes: matrices that write into its residual stream."""
         rule = getattr(self, kind)
         if rule == "hidden":
             return self.std("hidden", d_model, writes)
@@ -127,25 +126,18 @@ class ModelConfig:
     name: str = key("gpt", "Architecture, chosen with model=NAME.")
     d_model: int = key(128, "Width of the residual stream.", minimum=1, maximum=1_000_000)
     n_layers: int = key(4, "Number of blocks.", minimum=1, maximum=10_000)
-    n_heads: int = key(
-        4, "Number of attention heads; d_model / n_heads must be even for RoPE.", minimum=1, maximum=1_000_000
-    )
+    n_heads: int = key(4, "Attention heads; d_model / n_heads must be even for RoPE.", minimum=1, maximum=1_000_000)
     n_kv_heads: Union[int, None] = key(
         None, "Number of key/value heads (grouped-query attention); null is n_heads.", minimum=1, maximum=1_000_000
     )
     d_mlp: Union[int, None] = key(None, "Hidden width of the MLP; null is 4 * d_model.", minimum=1, maximum=10_000_000)
-    vocab_size: IntOrAuto = key(
-        AUTO, "Rows of both embeddings; auto takes the tokenizer's.", minimum=2, maximum=10_000_000
-    )
+    vocab_size: IntOrAuto = key(AUTO, "Rows of both embeddings; auto: the tokenizer's.", minimum=2, maximum=10_000_000)
     context: int = key(256, "Tokens per training row.", minimum=1, maximum=10_000_000)
     bidirectional: bool = key(
         False, "Each token attends to all of its row, and predicts itself where it is masked; objective=masked sets it."
     )
     mask_share: float = key(
-        0.15,
-        "Of a bidirectional model, the share of a row's tokens that it predicts; rounded up or down by chance.",
-        above=0,
-        below=1,
+        0.15, "Of a bidirectional model: share of a row's tokens that it predicts, rounded by chance.", above=0, below=1
     )
     n_classes: Union[int, None] = key(
         None,
@@ -182,6 +174,11 @@ class ModelConfig:
         "Starts by scale, for keys that are auto: model.init.*, and of nGPT the init and scale of its scale vectors.",
         table=Table(_problem_of_starts, "{tiny: {init.embedding: 1.0}}", "Set the keys, or write a recipe in YAML"),
     )
+
+    @property
+    def d_head(self) -> int:
+        """Width of a head: d_k."""
+        return self.d_model // self.n_heads
 
     # What the rest of the house asks an architecture before there is a model. A subclass may answer otherwise.
 
@@ -331,10 +328,5 @@ class ModelConfig:
 
     def not_in_weights(self) -> set[str]:
         """Keys of model.* that a run may change although it begins with the weights of another (run.init_from)."""
-        return {
-            "context",
-            "init",
-            "init_table",
-            "mask_share",
-            *("embedding_dropout", "residual_dropout", "attention_dropout"),
-        }
+        dropout = {"embedding_dropout", "residual_dropout", "attention_dropout"}
+        return {"context", "init", "init_table", "mask_share"} | dropout

@@ -1,12 +1,12 @@
 """The command line: `group=option` and `key=value` arguments, and the sweeps of multirun."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from ngpt_train.config.architectures import all_keys
-from ngpt_train.config.validate import Key, check_name, mistake, show, unknown_key
+from ngpt_train.config.validate import Key, Options, check_name, mistake, show, unknown_key
 
 _SPACES = (" ", "\t", "\n")
 _MOST_CHARACTERS = 4096  # of a number, word or list; Hydra's grammar reads a few thousand in a second
@@ -21,12 +21,12 @@ class Overrides:
     written: dict[str, str] = field(default_factory=dict)
 
 
-def parse(arguments: Iterable[str], options: Mapping[str, Sequence[str]]) -> Overrides:
-    """Splits and types the arguments; `options` are the options of each group.
+def parse(arguments: Iterable[str], options: Options) -> Overrides:
+    """Splits and types the arguments.
 
-    Raises ConfigError for anything but `group=option` with a known option and `key=value` with a known
-    key, and for a group or key that is given two different values. The values are not yet checked: their
-    limits belong to the architecture, which is known after composition.
+    Raises ConfigError for anything but `group=option` with a known option and `key=value` with a known key, and for a
+    group or key that is given two different values. The values are not yet checked: their limits belong to the
+    architecture, which is known after composition.
     """
     overrides = Overrides()
     keys = all_keys()
@@ -79,7 +79,7 @@ def expand(arguments: Iterable[str]) -> list[list[str]]:
     return [list(job) for job in itertools.product(*axes)]
 
 
-def _split(argument: str, groups: Mapping[str, Sequence[str]]) -> tuple[str, str]:
+def _split(argument: str, groups: Options) -> tuple[str, str]:
     name, equals, raw = argument.partition("=")
     name = name.strip()
     # The options of this group are lists: tasks=[a,b] is eval.tasks=[a,b], and eval.tasks=NAME is tasks=NAME.

@@ -34,10 +34,8 @@ def make_directory(setting: str, path: Path) -> None:
 
 
 def check_file(setting: str, path: Path) -> None:
-    """Raises ConfigError unless a result in JSON can be written to `path`. `setting`: KEY=VALUE of the command line.
-
-    An earlier result there is replaced, but no file that is no JSON: that is somebody's text.
-    """
+    """Raises ConfigError unless a result in JSON can be written to `path`. `setting`: KEY=VALUE of the command line. An
+    earlier result there is replaced, but no file that is no JSON: that is somebody's text."""
     if path.is_dir():
         raise mistake(f"{setting}: is a directory", "Name a file in it")
     if not path.parent.is_dir():
@@ -92,10 +90,8 @@ def check_free(key: str, out: Path) -> None:
 
 @contextlib.contextmanager
 def new_directory(key: str, out: Path) -> Iterator[Path]:
-    """A temporary directory beside `out`, renamed to `out` at the end of the `with`; an exception deletes it.
-
-    Raises ConfigError if `out` is not free, or cannot be made.
-    """
+    """A temporary directory beside `out`, renamed to `out` at the end of the `with`; an exception deletes it. Raises
+    ConfigError if `out` is not free, or cannot be made."""
     check_free(key, out)
     work = out.with_name(f".unfinished-{out.name}")
     shutil.rmtree(work, ignore_errors=True)  # of a killed process

@@ -14,22 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from ngpt_train.config.keys import AUTO, Conflict, name_of
 from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.config.sections import verbs
 from ngpt_train.config.sections.data import DataConfig
 from ngpt_train.config.sections.optim import OptimConfig, ScheduleConfig
 from ngpt_train.config.sections.records import CheckpointConfig, EvalConfig, GuardsConfig, LoggingConfig
 from ngpt_train.config.sections.studies import AuditConfig, CompareConfig, StudyConfig, TransferConfig
 from ngpt_train.config.sections.text_to_ids import TokenizerConfig
 from ngpt_train.config.sections.training import KernelsConfig, ParallelConfig, RunConfig, ScaleConfig, TrainConfig
-from ngpt_train.config.sections.verbs import (
-    AnalyzeConfig,
-    DoctorConfig,
-    EvaluateConfig,
-    ExportConfig,
-    GenerateConfig,
-    ImportConfig,
-    PlanConfig,
-    ProbeConfig,
-)
 from ngpt_train.config.validate import Key, Origin, report_together
 
 _KEYS: dict[type[ModelConfig], dict[str, Key]] = {}  # of schema_keys
@@ -53,22 +44,22 @@ class Config:
     guards: GuardsConfig = field(default_factory=GuardsConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    generate: GenerateConfig = field(default_factory=GenerateConfig)
-    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-    plan: PlanConfig = field(default_factory=PlanConfig)
-    doctor: DoctorConfig = field(default_factory=DoctorConfig)
+    generate: verbs.GenerateConfig = field(default_factory=verbs.GenerateConfig)
+    evaluate: verbs.EvaluateConfig = field(default_factory=verbs.EvaluateConfig)
+    plan: verbs.PlanConfig = field(default_factory=verbs.PlanConfig)
+    doctor: verbs.DoctorConfig = field(default_factory=verbs.DoctorConfig)
     study: StudyConfig = field(default_factory=StudyConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
-    analyze: AnalyzeConfig = field(default_factory=AnalyzeConfig)
-    probe: ProbeConfig = field(default_factory=ProbeConfig)
-    export: ExportConfig = field(default_factory=ExportConfig)
-    import_: ImportConfig = field(default_factory=ImportConfig, metadata={"named": "import"})
+    analyze: verbs.AnalyzeConfig = field(default_factory=verbs.AnalyzeConfig)
+    probe: verbs.ProbeConfig = field(default_factory=verbs.ProbeConfig)
+    export: verbs.ExportConfig = field(default_factory=verbs.ExportConfig)
+    import_: verbs.ImportConfig = field(default_factory=verbs.ImportConfig, metadata={"named": "import"})
 
     if not TYPE_CHECKING:  # so that a word of Python's, which no field can have, is found by the name of its section
 
-        def __getattr__(self, name: str) -> ImportConfig:
+        def __getattr__(self, name: str) -> verbs.ImportConfig:
             if name == "import":
                 return self.import_
             raise AttributeError(f"{type(self).__name__} has no section {name}")
@@ -122,8 +113,7 @@ class Config:
 
 
 def check(config: Config, world_size: int | None = None, origins: Mapping[str, Origin] | None = None) -> None:
-    """Raises ConfigError for values that exclude each other. `config` is resolved; `world_size` is the number of ranks,
-    by default torchrun's."""
+    """Raises ConfigError for values that exclude each other. `config` is resolved; None: torchrun's world_size."""
     for conflict in config.conflicts(world_size or int(os.environ.get("WORLD_SIZE", "1"))):
         raise report_together(config, conflict, origins or {})
 

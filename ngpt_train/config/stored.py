@@ -84,12 +84,10 @@ def redact(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def what_differs(stored: Config, new: Config) -> list[tuple[str, Any, Any]]:
-    """The name, stored value and new value of each key that a run must not change on its way from `stored` to `new`,
-    both resolved."""
+    """Name, stored value and new value of each key that a run must not change from `stored` to `new`, both resolved."""
     keys = all_keys()
-    old_values, new_values, as_stored = (
-        dict(flatten(tree, keys)) for tree in (to_dict(stored), to_dict(new), redact(to_dict(new)))
-    )
+    trees = to_dict(stored), to_dict(new), redact(to_dict(new))
+    old_values, new_values, as_stored = (dict(flatten(tree, keys)) for tree in trees)
     return [
         (name, old_values.get(name, "(none)"), as_stored.get(name, "(none)"))
         for name in dict.fromkeys([*old_values, *new_values])
@@ -119,10 +117,8 @@ def check_allowed(config: Config) -> None:
             why = "cannot be changed on a resume" if is_key else "is no key"
             similar = "" if is_key else did_you_mean(similar_keys(name, all_keys()))
             sections = ", ".join(f"{section}.*" for section in _MAY_BE_ALLOWED)
-            raise mistake(
-                f"run.allow_change={show(config.run.allow_change)}: {name} {why}{similar}",
-                f"Allowed are keys of {sections}; with other data or another model start another run.name",
-            )
+            fix = f"Allowed are keys of {sections}; with other data or another model start another run.name"
+            raise mistake(f"run.allow_change={show(config.run.allow_change)}: {name} {why}{similar}", fix)
 
 
 def check_resume(stored: Config, new: Config) -> None:
@@ -145,10 +141,8 @@ def check_resume(stored: Config, new: Config) -> None:
     if may := [name for name, _, _ in differences if name.partition(".")[0] in _MAY_BE_ALLOWED]:
         allow = f"run.allow_change=[{','.join(may)}]"
         lines.append(f"To go on with the new values all the same add {allow}; what changes is recorded.")
-    lines.append(
-        "Give the stored values to go on, another run.name for a new run, or run.overwrite=true to delete this one."
-    )
-    raise ConfigError("\n  ".join(lines))
+    fix = "Give the stored values to go on, another run.name for a new run, or run.overwrite=true to delete this one."
+    raise ConfigError("\n  ".join([*lines, fix]))
 
 
 def with_first_values(config: Config, stored: Config) -> Config:

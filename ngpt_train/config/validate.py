@@ -26,6 +26,9 @@ _MISSING = "???"
 _ABSURD = 1000
 
 
+Options = Mapping[str, Sequence[str]]  # of each group
+
+
 class Origin(typing.NamedTuple):
     """Where a key was set: `in FILE`, or empty for the command line. The larger `order` was applied later."""
 
@@ -177,10 +180,8 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_leaf(name: str, value: Any, keys: Mapping[str, Key], place: str = "", written: str | None = None) -> None:
-    """Raises ConfigError unless `name` is a key that takes `value`.
-
-    `place` is `in FILE` for a value of a file; `written` is the value as the user typed it.
-    """
+    """Raises ConfigError unless `name` is a key that takes `value`. `place` is `in FILE` for a value of a file;
+    `written` is the value as the user typed it."""
     if name not in keys:
         raise unknown_key(name, show(value), keys, place=place)
     key = keys[name]
@@ -199,11 +200,8 @@ def check_leaves(values: Mapping[str, Any], keys: Mapping[str, Key], place: str 
             check_leaf(name, value, keys, place)
 
 
-def check_name(
-    name: str, value: str, options: Mapping[str, Sequence[str]], keys: Mapping[str, Key], place: str = ""
-) -> None:
-    """Raises ConfigError unless `name` is a group that has the option `value`, or a key that can be set here.
-    options: of each group."""
+def check_name(name: str, value: str, options: Options, keys: Mapping[str, Key], place: str = "") -> None:
+    """Raises ConfigError unless `name` is a group that has the option `value`, or a key that can be set here."""
     if name in options:
         check_option(name, value, options[name], place)
     elif instead := [k.table.instead for k in keys.values() if k.table and f"{name}.".startswith(f"{k.name}.")]:
@@ -350,12 +348,8 @@ def _needs_quotes(value: Any) -> bool:
     """True for a word of a list that would be something else, or several words, without quotes."""
     if not isinstance(value, str):
         return False
-    return (
-        not isinstance(_unquoted(value), str)
-        or value != value.strip()
-        or not value
-        or bool(set(value) & set(",[]{}:~"))
-    )
+    is_word = value and value == value.strip() and not set(value) & set(",[]{}:~")
+    return not is_word or not isinstance(_unquoted(value), str)
 
 
 def _is_finite(value: Any) -> bool:

@@ -22,6 +22,7 @@ from ngpt_train.config.architectures import all_keys, architectures, plugins
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.validate import (
     Key,
+    Options,
     check_leaves,
     check_name,
     check_option,
@@ -332,9 +333,8 @@ def _without_header(option: Option) -> ConfigError:
     return mistake(f"{option.path}: the first line is not '{_HEADER}'", fix)
 
 
-def parse_row(row: Any, options: Mapping[str, Sequence[str]], place: str) -> Row:
-    """What a row says. options: of each group. Raises ConfigError for a name that is neither group nor key; the values
-    are not yet checked."""
+def parse_row(row: Any, options: Options, place: str) -> Row:
+    """What a row says. Raises ConfigError for a name that is neither group nor key; the values are not yet checked."""
     if not isinstance(row, Mapping):
         fix = "For example {model: gpt, optim.lr: 1.0e-3}; a row that sets nothing is {}"
         raise mistake(f"{show(row)}: a row is a mapping of groups to options and keys to values", fix, place=place)
@@ -355,8 +355,7 @@ def parse_row(row: Any, options: Mapping[str, Sequence[str]], place: str) -> Row
 
 
 def read_mapping(path: Path) -> Mapping[Any, Any]:
-    """The content of a YAML file, interpolations unresolved; not to be changed. Raises ConfigError with file and
-    line."""
+    """The content of a YAML file, interpolations unresolved; not to be changed. Raises ConfigError."""
     from omegaconf.errors import OmegaConfBaseException
     from yaml import MarkedYAMLError, YAMLError
 

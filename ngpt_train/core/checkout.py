@@ -9,9 +9,8 @@ def git_commit() -> str | None:
     where = Path(__file__).parents[1]
 
     def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "-C", where, *arguments], capture_output=True, text=True, check=True
-        ).stdout.strip()
+        command = ["git", "-C", str(where), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
         if Path(git("rev-parse", "--show-toplevel")) != where.parent:

@@ -1,5 +1,4 @@
-"""The two errors that a user's mistake raises, and which rank tells of an error. The command line exits with their
-`exit_code`."""
+"""The two errors of a user's mistake, and which rank tells it. The command line exits with their `exit_code`."""
 
 import os
 from collections.abc import Iterator
@@ -32,8 +31,7 @@ def told_by_rank_0(error: Exception) -> Exception:
 
 @contextmanager
 def same_on_host() -> Iterator[None]:
-    """Inside, all ranks of a host make the same mistake, from the same command line and files: only the first of them
-    tells it."""
+    """Inside, all ranks of a host make the same mistake, from the same files: only the first tells it."""
     try:
         yield
     except (ConfigError, DataError) as error:

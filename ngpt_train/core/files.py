@@ -30,10 +30,8 @@ MOST_YAML_DEPTH = 50
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replaces the content of `path`. After a kill or a power cut, `path` has either the old or the new content.
-
-    A device or a pipe, such as /dev/stdout, is written to: root could replace it by a file. Raises OSError.
-    """
+    """Replaces the content of `path`. After a kill or a power cut, `path` has either the old or the new content. A
+    device or a pipe, such as /dev/stdout, is written to: root could replace it by a file. Raises OSError."""
     if path.exists() and not path.is_file():
         path.write_bytes(content)
         return
@@ -65,9 +63,7 @@ def sync(path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Deletes a directory with all that is in it, a file, or a link, but not what that leads to. Raises OSError.
-
-    shutil.rmtree alone would wait for a pipe, for ever.
-    """
+    shutil.rmtree alone would wait for a pipe, for ever."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -200,8 +196,7 @@ def text_of(path: Path) -> str:
 
 
 class DirectoryLock:
-    """The lock by which one process at a time uses `directory`: its file `lock`. The kernel drops it when the process
-    ends, however."""
+    """The file `lock`, by which one process at a time uses `directory`. The kernel drops it when the process ends."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / "lock"
@@ -229,12 +224,8 @@ class DirectoryLock:
             with open(os.open(self._path, os.O_RDONLY | os.O_NONBLOCK)) as file:  # a pipe would be waited for
                 # A shared lock, so that ranks that look at the same time do not refuse each other.
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return False
-        except BlockingIOError:
-            return True
-        except OSError:  # no locks on this file system; `take` says so
-            return False
+        except OSError as error:  # no file; or no locks on this file system, as `take` says
+            return isinstance(error, BlockingIOError)
         return False
 
     def holder(self) -> str:

@@ -58,10 +58,8 @@ def _agent(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def is_same_job(earlier: Mapping[str, Any] | None, now: Mapping[str, Any]) -> bool:
-    """Whether `now` is the job of `earlier`, started again by torchrun or by Slurm.
-
-    earlier: from run.json, or None. Raises DataError where that is damaged.
-    """
+    """Whether `now` is the job of `earlier`, started again by torchrun or by Slurm. earlier: from run.json, or None.
+    Raises DataError where that is damaged."""
     if earlier is None:
         return False
     if not _is_job(earlier):
@@ -159,8 +157,7 @@ def end_with_launcher() -> None:
 
 
 def die_with_parent() -> None:
-    """Has Linux kill this process, a stopped one too, as soon as the thread that has started it ends, however that
-    happens."""
+    """Has Linux kill this process, a stopped one too, as soon as the thread that has started it ends."""
     with contextlib.suppress(OSError, AttributeError):  # another system
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -15,11 +15,9 @@ _quiet = False  # inside of `saying_nothing`
 
 
 def called_at_tracing(function: Callable[P, R]) -> Callable[P, R]:
-    """A decorator: torch.compile calls the function once and takes its answer as a constant.
-
-    This is the mark of `torch.compiler.assume_constant_result`, which imports torch._dynamo to set it. The import takes
-    as long as torch's own, also where nothing is compiled.
-    """
+    """A decorator: torch.compile calls the function once and takes its answer as a constant. This is the mark of
+    `torch.compiler.assume_constant_result`, which imports torch._dynamo to set it. The import takes as long as torch's
+    own, also where nothing is compiled."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 

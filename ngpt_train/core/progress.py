@@ -82,10 +82,8 @@ def _duration(seconds: float) -> str:
 
 
 def _bar() -> tuple[Any, Any]:
-    """A bar of rich's on stderr, where the log goes, and its task.
-
-    (None, None) where stderr is no terminal that can redraw a line, or the log leaves out INFO.
-    """
+    """A bar of rich's on stderr, where the log goes, and its task. (None, None) where stderr is no terminal that can
+    redraw a line, or the log leaves out INFO."""
     if not sys.stderr.isatty() or not logger.isEnabledFor(logging.INFO):
         return None, None
     from rich.console import Console

@@ -24,9 +24,7 @@ class Sink:
 
     def log(self, record: Record) -> None:
         """Takes a record {"kind": "train" | "eval" | "tasks" | "sample" | "telemetry" | "rollback", "step": n, ...}.
-
-        Its other values are numbers or None; a sample also has texts.
-        """
+        Its other values are numbers or None; a sample also has texts."""
 
     def message(self, text: str) -> None:
         """Takes one line for people."""
@@ -156,9 +154,7 @@ def printable(line: str) -> str:
 
 def finite(record: Record) -> Record:
     """The record with None, which stands for not known, for NaN and infinities, which JSON lacks."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
-    }
+    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in record.items()}
 
 
 def measured(record: Record, digits: int) -> str:

@@ -30,19 +30,16 @@ def note_variables(text: str) -> None:
 
 
 def without_variables(message: str) -> str:
-    """The message of an error without secrets, and with the names of noted environment variables in the place of what
-    they hold."""
+    """The message of an error without secrets, and with noted environment variables by their names."""
     for held in sorted(_variables, key=len, reverse=True):
         message = message.replace(held, f"${_variables[held]}")
     return str(redacted(message))
 
 
 def redacted(value: Any, harmless: Container[str] = ()) -> Any:
-    """A copy of `value`, a text or a tree of texts and numbers, with REDACTED in the place of secrets.
-
-    Secrets are: what an environment variable holds that is named like one (HF_TOKEN), wherever it stands in a text,
-    unless it is in `harmless`; the login in a URL; and a part of its query that is named like one.
-    """
+    """A copy of `value`, a text or a tree of texts and numbers, with REDACTED in the place of secrets. Secrets are:
+    what an environment variable holds that is named like one (HF_TOKEN), wherever it stands in a text, unless it is in
+    `harmless`; the login in a URL; and a part of its query that is named like one."""
     found = {held for name, held in os.environ.items() if _SECRET_VARIABLE.search(name) and held not in harmless}
     # A proxy may be named without http://, by which _URL_LOGIN knows a login.
     found |= {held.rpartition("@")[0] for name, held in os.environ.items() if name.lower().endswith("_proxy")}

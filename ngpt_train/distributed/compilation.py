@@ -1,28 +1,22 @@
 """torch.compile: the directory that keeps compiled code for the next start, and compiled blocks as CUDA graphs.
 
-A CUDA graph may be replayed under these conditions. torch records each block's forward and backward pass as a graph
-(torch/_inductor/cudagraph_trees.py). All graphs share one pool of memory. A replay writes its outputs (hidden states,
-gradients of parameters) to the recorded addresses. torch tracks outputs in use only within one "step", and the caller
-tells torch where a step begins. Recording a block frees all outputs of earlier steps, and a later use of one raises an
-error. A replay overwrites them silently. So no output of a graph may be needed after the next step begins. Here a step
-is one forward pass of the model and its backward pass, if there is one (`begin_graph_step_at_forward`). A block has two
-kinds of outputs:
+torch records each block's forward and backward pass as a CUDA graph (torch/_inductor/cudagraph_trees.py). All graphs
+share one pool of memory, and a replay writes its outputs to the recorded addresses. torch tracks outputs in use only
+within one "step", and the caller tells torch where a step begins: recording a block frees all outputs of earlier steps,
+a replay overwrites them silently. So no output may be needed after the next step begins. Here a step is one forward
+pass of the model and its backward pass, if there is one (`begin_graph_step_at_forward`). The outputs of a block are
 
-- Hidden states, and tensors saved for the backward pass or recomputed in it. They are not needed after the backward
-  pass.
-- Gradients of parameters. They are needed. If `.grad` were None, autograd would put the graph's memory there, and a
-  second micro batch would overwrite the gradient instead of adding to it. So from the first step on `.grad` is a tensor
-  of ours (`hold_gradients`). It is zeroed, never dropped, and autograd adds a graph's gradient to it at once.
+- hidden states, and tensors saved for the backward pass or recomputed in it: not needed after the backward pass;
+- gradients of parameters, which are needed. If `.grad` were None, autograd would put the graph's memory there, and a
+  second micro batch would overwrite the gradient. So from the first step on `.grad` is a tensor of ours, zeroed and
+  never dropped, to which autograd adds a graph's gradient at once (`hold_gradients`).
 
-Losses, their sums and the gradients of embeddings are computed outside of graphs. Graphs read the weights in place,
-where the optimizer changes them. All other inputs are copied into the graph's memory, and the backward pass uses the
-copy.
-
-Evaluation must also tell torch where its forward passes begin. Otherwise torch takes each call of a block for a step,
-because no backward pass is pending, and frees the hidden state that is the input of the next block.
+Losses, their sums and the gradients of embeddings are outside of graphs. Graphs read the weights in place; all other
+inputs are copied into the graph's memory. Evaluation must also tell torch where its forward passes begin: without a
+backward pass torch takes each call of a block for a step, and would free the hidden state that the next block reads.
 
 The config refuses DDP and FSDP2, whose gradients and weights have their own memory, and PowerNorm, whose statistics
-leave the graphs through hooks. Nobody has worked these out.
+leave the graphs through hooks: nobody has worked these out.
 """
 
 import fcntl
@@ -39,6 +33,7 @@ from torch import nn
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError
+from ngpt_train.core.files import text_of
 from ngpt_train.core.log import say_once
 
 # The environment variables of torch's compiled code and of Triton's kernels, each with its subdirectory of ours.
@@ -48,12 +43,9 @@ LEAST_FREE = 10**9  # bytes free on the disk; torch ends a run if it cannot writ
 
 
 def keep_compiled(config: Config) -> None:
-    """Makes torch.compile keep its files in `data.cache`/compiled, in this process and its child processes.
-
-    Directories set by the user in the environment stay. If only TORCHINDUCTOR_CACHE_DIR is set, Triton's directory is
-    inside it, which is torch's default. If `data.cache` is unusable, the log says so and torch's own directory is used.
-    It is in /tmp and does not survive a container or a reboot.
-    """
+    """Makes torch.compile keep its files in `data.cache`/compiled, in this process and its child processes. Directories
+    that the environment names stay; if that is TORCHINDUCTOR_CACHE_DIR alone, Triton's is inside it. If `data.cache` is
+    unusable, the log says so, and torch's own directory is used, which does not survive a reboot."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # slow to import
 
     # torch sets the first variable to its default as soon as torch._dynamo is imported.
@@ -70,17 +62,11 @@ def keep_compiled(config: Config) -> None:
 
 
 def machine() -> str:
-    """A name for this kind of machine. Compiled code of another kind must not be used.
-
-    torch's own cache keys have its version and the GPU. They do not have the CPU, although torch compiles for the
-    instructions of this CPU (-march=native).
-    """
-    try:
-        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
-        kinds = ("vendor_id", "model name", "flags", "Features", "CPU implementer", "CPU part")
-        cpu = "\n".join(line for line in first if line.startswith(kinds))
-    except OSError:
-        cpu = platform.processor()
+    """A name for this kind of machine, whose compiled code no other may use. torch's own cache keys have its version
+    and the GPU, but not the CPU, for whose instructions it compiles (-march=native)."""
+    first = text_of(Path("/proc/cpuinfo")).partition("\n\n")[0].splitlines()
+    kinds = ("vendor_id", "model name", "flags", "Features", "CPU implementer", "CPU part")
+    cpu = "\n".join(line for line in first if line.startswith(kinds)) or platform.processor()
     python = f"py{'.'.join(platform.python_version_tuple()[:2])}"
     return f"torch{torch.__version__}-{python}-{platform.machine()}-{hashlib.sha256(cpu.encode()).hexdigest()[:8]}"
 
@@ -105,10 +91,8 @@ def why_unusable(directory: Path) -> str | None:
 def check_cuda_graphs(device: torch.device) -> None:
     """Raises ConfigError if the device is not a GPU, as train.device=auto may find."""
     if device.type != "cuda":
-        raise ConfigError(
-            f"train.cuda_graphs=true: the device is {device.type}, and only GPUs have CUDA graphs\n"
-            "  Set train.cuda_graphs=false"
-        )
+        problem = f"train.cuda_graphs=true: the device is {device.type}, and only GPUs have CUDA graphs"
+        raise ConfigError(f"{problem}\n  Set train.cuda_graphs=false")
 
 
 def begin_graph_step_at_forward(model: nn.Module) -> None:
@@ -118,10 +102,8 @@ def begin_graph_step_at_forward(model: nn.Module) -> None:
 
 
 def hold_gradients(model: nn.Module) -> None:
-    """Gives every parameter without a gradient a zero gradient, to which backward passes add in place.
-
-    To be called in a step and not earlier: loading a checkpoint takes gradients away again.
-    """
+    """Gives every parameter without a gradient a zero gradient, to which backward passes add in place. For use in a
+    step and not earlier: loading a checkpoint takes gradients away again."""
     for parameter in model.parameters():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

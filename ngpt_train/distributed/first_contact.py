@@ -20,14 +20,8 @@ import torch
 
 from ngpt_train.core.constants import Constraint
 from ngpt_train.core.errors import ConfigError
+from ngpt_train.distributed import layouts
 from ngpt_train.distributed.compilation import keep_compiled
-from ngpt_train.distributed.layouts import (
-    choose_kernels,
-    resolve_compile,
-    resolve_kind,
-    resolve_precision,
-    resolve_shard,
-)
 from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.adam import unsupported
 from ngpt_train.kernels.check.calls import DESCRIBE, Call, of_adam, recorded
@@ -43,6 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Stored = Mapping[str, Any] | None  # `vars` of the run's last Contact
 TIE = 0.02  # A kernel stays unless plain PyTorch needs this much less time: ties would change numbers for nothing.
 
 
@@ -58,20 +53,16 @@ class Contact:
     notes: list[str] = field(default_factory=list)  # lines for the log
 
 
-def first_contact(
-    config: Config, world: World, micro_rows: int, stored: Mapping[str, Any] | None = None
-) -> Contact | None:
-    """Checks the kernels, and switches off faulty and slow ones. None without a GPU.
-
-    To be called once, on all ranks, before the model is built. stored: `vars` of the run's last Contact; a resume
-    keeps its choices by speed. Raises ConfigError if a kernel required by the config is faulty.
-    """
+def first_contact(config: Config, world: World, micro_rows: int, stored: Stored = None) -> Contact | None:
+    """Checks the kernels, once, on all ranks, before the model is built, and switches off faulty and slow ones. None
+    without a GPU. stored: `vars` of the run's last Contact; a resume keeps its choices by speed. Raises ConfigError if
+    a kernel required by the config is faulty."""
     dispatch.switch_off({})
     if not on_gpu(world.device):
         return None
-    precision = resolve_precision(config.train.precision, world.device.type)
-    choose_kernels(config, world.device, precision)
-    compiled = resolve_compile(config.train.compile, world.device.type)
+    precision = layouts.resolve_precision(config.train.precision, world.device.type)
+    layouts.choose_kernels(config, world.device, precision)
+    compiled = layouts.resolve_compile(config.train.compile, world.device.type)
     if compiled:
         keep_compiled(config)
     contact = Contact(device_name(world.device), config.kernels.choose)
@@ -86,7 +77,7 @@ def first_contact(
         device=str(world.device),
         dtype=str(precision).removeprefix("torch."),
         attention=config.kernels.attention,
-        d_head=config.model.d_model // config.model.n_heads,
+        d_head=config.model.d_head,
         compiled=compiled,
         times=config.kernels.kind == "auto" and config.kernels.choose == "measured",
     )
@@ -126,8 +117,8 @@ def calls_of(config: Config, world: World, micro_rows: int, precision: torch.dty
 
 def adam_calls(config: Config, world: World, model: Decoder) -> Counter[Call]:
     """The calls of Adam's kernel, one for each width and kind of matrix, with the most rows."""
-    kind = resolve_kind(config.parallel.kind, world.size, world.device.type, world.local_size)
-    shards = resolve_shard(config.parallel, kind, world.size, world.local_size) or 1
+    kind = layouts.resolve_kind(config.parallel.kind, world.size, world.device.type, world.local_size)
+    shards = layouts.resolve_shard(config.parallel, kind, world.size, world.local_size) or 1
     parameters = dict(model.named_parameters())
     matrices = [parameter for parameter in parameters.values() if parameter.ndim == 2]
     others = config.optim.matrix_step is not None or config.optim.gate_power is not None
@@ -179,9 +170,7 @@ def with_cache(calls: list[Call], request: Request, cache: Path, device: torch.d
     return [known[call] for call in calls]
 
 
-def judge(
-    contact: Contact, calls: Counter[Call], found: list[Finding], timed: bool, stored: Mapping[str, Any] | None
-) -> None:
+def judge(contact: Contact, calls: Counter[Call], found: list[Finding], timed: bool, stored: Stored) -> None:
     """Fills in `off`, `slower`, `calls` and `notes` of `contact`. timed: True if the calls were timed."""
     by_kernel: dict[str, list[tuple[Call, int, Finding]]] = {}
     for (call, count), finding in zip(calls.items(), found, strict=True):

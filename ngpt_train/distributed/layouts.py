@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -45,15 +46,11 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 
 
 def resolve_kind(kind: str, world_size: int, device_type: str, local_size: int | None = None) -> str:
-    """`parallel.kind` with auto resolved. local_size: ranks of a host, by default all.
-
-    Raises ConfigError for kind=single with several ranks.
-    """
+    """`parallel.kind` with auto resolved. local_size: ranks of a host, by default all. Raises ConfigError for
+    kind=single with several ranks."""
     if kind == "single" and world_size > 1:
-        raise ConfigError(
-            f"parallel.kind=single: one process, but there are {world_size} ranks. "
-            "Use parallel=ddp, fsdp or hsdp, or one rank."
-        )
+        problem = f"parallel.kind=single: one process, but there are {world_size} ranks"
+        raise ConfigError(f"{problem}. Use parallel=ddp, fsdp or hsdp, or one rank.")
     if kind != AUTO:
         return kind
     if world_size == 1:
@@ -64,20 +61,13 @@ def resolve_kind(kind: str, world_size: int, device_type: str, local_size: int |
 
 
 def resolve_shard(config: ParallelConfig, kind: str, world_size: int, local_size: int) -> int:
-    """The number of ranks that share a matrix; 0 without FSDP2.
-
-    Raises ConfigError for groups that do not divide the ranks.
-    """
-    if kind not in ("fsdp", "hsdp"):
-        return 0
-    if kind == "fsdp":
-        return world_size
+    """The number of ranks that share a matrix; 0 without FSDP2. Raises ConfigError if they do not divide the ranks."""
+    if kind != "hsdp":
+        return world_size if kind == "fsdp" else 0
     shard = min(local_size, world_size) if config.shard == AUTO else int(config.shard)
     if world_size % shard:
-        raise ConfigError(
-            f"parallel.kind=hsdp: groups of {shard} ranks do not divide {world_size} ranks. Use as many ranks on each "
-            "host, or set parallel.shard."
-        )
+        problem = f"parallel.kind=hsdp: groups of {shard} ranks do not divide {world_size} ranks"
+        raise ConfigError(f"{problem}. Use as many ranks on each host, or set parallel.shard.")
     return shard
 
 
@@ -152,10 +142,9 @@ def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder,
 
 def choose_kernels(config: Config, device: torch.device, precision: torch.dtype) -> None:
     """Sets the kernels of this process. Raises ConfigError if they cannot run."""
-    d_head = config.model.d_model // config.model.n_heads
     try:
         dispatch.choose(config.kernels.kind)
-        attention.choose(config.kernels.attention, device, d_head, precision)
+        attention.choose(config.kernels.attention, device, config.model.d_head, precision)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     say_once(logging.INFO, dispatch.described(device))
@@ -164,10 +153,8 @@ def choose_kernels(config: Config, device: torch.device, precision: torch.dtype)
 
 
 def be_deterministic() -> None:
-    """Restricts torch to algorithms that give the same bits each time (train.deterministic).
-
-    To be called before the first product on a GPU, because cuBLAS reads its variable once.
-    """
+    """Restricts torch to algorithms that give the same bits each time (train.deterministic). Before the first product
+    on a GPU, because cuBLAS reads its variable once."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     # Our kernels write all memory that they allocate.
@@ -182,13 +169,13 @@ def vectors(model: nn.Module) -> list[nn.Parameter]:
 def shard(model: Decoder, world: World, n_shards: int, keep_whole: bool = False) -> None:
     """FSDP2 over groups of n_shards ranks. Gradients are averaged over groups too.
 
-    Each block is gathered as one, the embeddings as another, and vectors stay whole on every rank. keep_whole: True
-    keeps a block whole between its forward and backward pass, as the embeddings always are.
+    Each block is gathered as one, the embeddings as another. keep_whole: True keeps a block whole between its forward
+    and backward pass, as the embeddings always are.
 
-    The matrices of blocks are gathered in the compute dtype. FSDP2 would cast the vectors with them, but vectors must
-    stay fp32. They are left out, because to shard them, 11 d_model values per layer, would save nothing.
-    `average_vectors_` averages their gradients. The embeddings are gathered in fp32 and cast at use, as on a single
-    device, so that the gradients of a repeated token are summed in fp32.
+    The matrices of blocks are gathered in the compute dtype. FSDP2 would cast the vectors with them, which must stay
+    fp32. So they stay whole on every rank, where 11 d_model values per layer cost nothing, and `average_vectors_`
+    averages their gradients. The embeddings are gathered in fp32 and cast at use, as on a single device, so that the
+    gradients of a repeated token are summed in fp32.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -199,13 +186,11 @@ def shard(model: Decoder, world: World, n_shards: int, keep_whole: bool = False)
     names = ("replicate", "shard") if replicated else ("shard",)
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
     whole = set(vectors(model))
-    blocks = MixedPrecisionPolicy(
-        param_dtype=model.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
+    policy = partial(MixedPrecisionPolicy, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    of_blocks = policy(param_dtype=model.compute_dtype)
     for block in model.blocks():
-        fully_shard(block, mesh=mesh, mp_policy=blocks, ignored_params=whole, reshard_after_forward=not keep_whole)
-    root = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    fully_shard(model, mesh=mesh, mp_policy=root, ignored_params=whole)
+        fully_shard(block, mesh=mesh, mp_policy=of_blocks, ignored_params=whole, reshard_after_forward=not keep_whole)
+    fully_shard(model, mesh=mesh, mp_policy=policy(), ignored_params=whole)
 
 
 def is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
@@ -217,9 +202,9 @@ def is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
 def replicate(model: Decoder, world: World, tokens: Tensor) -> nn.Module:
     """The model in DDP, with DDP's buckets in their final order.
 
-    In its first backward pass DDP uses one bucket. Afterwards it groups gradients by their order of arrival, which
-    rounds sums differently. So a resumed run would differ from an uninterrupted run. Therefore every process does the
-    first backward pass here, on tokens `(micro_rows, context)`, and drops the gradients.
+    After its first backward pass, which has one bucket, DDP groups gradients by their order of arrival, which rounds
+    sums differently: a resumed run would differ from an uninterrupted one. So every process does the first backward
+    pass here, on tokens `(micro_rows, context)`, and drops the gradients.
     """
     ddp = DistributedDataParallel(
         model,
@@ -261,11 +246,8 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def synchronise_statistics(model: nn.Module) -> None:
-    """Makes norms over the batch take their statistics over the rows of all ranks.
-
-    Such a norm has an attribute `over_ranks`, a function that sums over ranks. Each forward and backward pass is then
-    collective.
-    """
+    """Makes norms over the batch, which have an attribute `over_ranks`, take their statistics over the rows of all
+    ranks. Each forward and backward pass is then collective."""
     for module in model.modules():
         if hasattr(module, "over_ranks"):
             setattr(module, "over_ranks", _SumOverRanks.apply)  # noqa: B010 (types: a Module has no such attribute)
@@ -312,10 +294,8 @@ def average_vectors_(model: nn.Module, world: World) -> None:
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], world: World) -> Tensor:
-    """L2 norm of all gradients, 0-dim fp64 on the device, the same on every rank. Collective if sharded.
-
-    On CPUs the sums are in fp64, because fp32 sums of millions of entries lose three digits there.
-    """
+    """L2 norm of all gradients, 0-dim fp64 on the device, the same on every rank. Collective if sharded. On CPUs the
+    sums are in fp64, because fp32 sums of millions of entries lose three digits there."""
     sharded: list[Tensor] = []
     whole: list[Tensor] = []
     n_replicas = 1

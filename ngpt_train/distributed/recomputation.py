@@ -21,10 +21,8 @@ ATTENTION = ("scaled_dot_product", "flash_att", "efficient_attention", "varlen_a
 
 
 def checkpoint_blocks(blocks: list[nn.Module], kind: str) -> None:
-    """Sets `train.activation_checkpointing` for these blocks: none, selective or full.
-
-    It replaces the method `forward` of a block and does not wrap the block, so that parameters keep their names.
-    """
+    """Sets `train.activation_checkpointing` for these blocks: none, selective or full. It replaces the method `forward`
+    of a block and does not wrap the block, so that parameters keep their names."""
     if kind == "none":
         return
     for block in blocks:
@@ -32,10 +30,8 @@ def checkpoint_blocks(blocks: list[nn.Module], kind: str) -> None:
 
 
 def recomputed(forward: Callable[..., Any], selective: bool = False) -> Callable[..., Any]:
-    """`forward` under activation checkpointing.
-
-    `run` is a function of ours, because torch.compile skips a block whose outermost function is torch's.
-    """
+    """`forward` under activation checkpointing. `run` is a function of ours, because torch.compile skips a block whose
+    outermost function is torch's."""
     # Dropout is a function of seeds, so no random state has to be restored. Those of a block are kept for its second
     # forward pass; in compiled code they are an input, which is kept as any other.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}

@@ -46,10 +46,8 @@ class RankLostError(RuntimeError):
 
 @dataclass(frozen=True)
 class LongWork:
-    """A piece of work that ranks do or wait for. All ranks construct their pieces in the same order.
-
-    silence: a working rank counts as dead after so many seconds without a sign of life.
-    """
+    """A piece of work that ranks do or wait for. All ranks construct their pieces in the same order. silence: a working
+    rank counts as dead after so many seconds without a sign of life."""
 
     store: dist.Store
     name: str
@@ -83,10 +81,7 @@ class LongWork:
         self.store.add(f"{self.name}/done", 1)
 
     def wait_for_rank(self, rank: int) -> None:
-        """Waits until `rank` is done. It may give its signs of life in another long work.
-
-        Raises RankLostError if it has failed or is silent.
-        """
+        """Waits until `rank` is done, perhaps in another long work. Raises RankLostError if it failed or is silent."""
         self._wait([rank], life=_life_of(rank))
 
     def wait_for_all(self, size: int) -> None:
@@ -131,9 +126,7 @@ def _name_of(rank: int) -> str:
 
 class Arrivals:
     """Counts in a store the collectives that each rank has come to, because gloo does not name a rank that is missing.
-
-    The store may be gone, with torchrun or the host that had it. Then no rank is named, and all else goes on.
-    """
+    The store may be gone, with torchrun or the host that had it. Then no rank is named, and all else goes on."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store: dist.Store | None = store
@@ -188,10 +181,13 @@ class World:
             return self
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
         _never_release(group)
-        # A second connection, as the watchdog has.
+        return replace(self, group=group, arrivals=Arrivals(self.own_store("arrivals"), self.rank, self.size))
+
+    def own_store(self, name: str) -> dist.Store:
+        """The process group's store for another thread: by a connection of its own, so that neither waits for the
+        other, and without the keys of an earlier start, whose store torchrun may keep. A collective call."""
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        store = dist.PrefixStore(f"ngpt_train/arrivals/{self.on_main(lambda: uuid.uuid4().hex)}", store)
-        return replace(self, group=group, arrivals=Arrivals(store, self.rank, self.size))
+        return dist.PrefixStore(f"ngpt_train/{name}/{self.on_main(lambda: uuid.uuid4().hex)}", store)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over all ranks in place, and returns it."""
@@ -223,19 +219,14 @@ class World:
         return items
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """Runs `function` on rank 0. Every rank returns its result or raises its exception.
-
-        The function has to take less than parallel.timeout, because the other ranks do not wait longer.
-        """
+        """Runs `function` on rank 0, within parallel.timeout. Every rank returns its result or raises its exception."""
         if self.size == 1:
             return function()
         return self._share_outcome_of_main(_outcome(function) if self.is_main else (None, None))
 
     def on_main_without_timeout(self, function: Callable[[], T]) -> T:
-        """`on_main` for a function that may take hours, such as a download.
-
-        The other ranks wait while rank 0 gives signs of life, and raise RankLostError if it is silent.
-        """
+        """`on_main` for a function that may take hours, such as a download: the other ranks wait while rank 0 gives
+        signs of life, and raise RankLostError if it is silent."""
         if self.size == 1:
             return function()
         work = self._long_work()
@@ -248,11 +239,9 @@ class World:
         return self._share_outcome_of_main(outcome)
 
     def on_all_without_timeout(self, function: Callable[[], T]) -> T:
-        """Runs `function` on every rank, for hours if need be. Returns this rank's result when all ranks are done.
-
+        """Runs `function`, which may take hours, on every rank; returns this rank's result when all ranks are done.
         Raises this rank's own exception at once, and RankLostError if another rank has failed or died. `function` may
-        call `on_main_without_timeout`, but no other collective.
-        """
+        call `on_main_without_timeout`, but no other collective."""
         if self.size == 1:
             return function()
         work = self._long_work()
@@ -289,11 +278,8 @@ def _outcome(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def join_world(config: Config) -> World:
-    """Joins the existing process group, or else the group of torchrun's processes.
-
-    Without torchrun, parallel=ddp, fsdp and hsdp get a process group of one. Raises ConfigError if train.device
-    requires a GPU and this process has none.
-    """
+    """Joins the existing process group, or else the group of torchrun's processes. Without torchrun, parallel=ddp, fsdp
+    and hsdp get a process group of one. Raises ConfigError if train.device requires a GPU and this process has none."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = resolve_device(config.train.device, local_rank)
     if device.type == "cuda":
@@ -316,11 +302,9 @@ def join_world(config: Config) -> World:
 
 
 def _of_this_start(store: dist.Store) -> dist.Store:
-    """A part of torchrun's store for this start of its processes.
-
-    torch 2.13 keeps the store when torchrun restarts its processes, and gloo then connects to addresses of dead
-    processes. Several torchruns do not agree on the number of starts, so they need a new store for each.
-    """
+    """A part of torchrun's store for this start of its processes. torch 2.13 keeps the store when torchrun restarts its
+    processes, and gloo then connects to addresses of dead processes. Several torchruns do not agree on the number of
+    starts, so they need a new store for each."""
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
         return dist.PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and not os.environ.get(NEW_STORE):
@@ -333,11 +317,8 @@ def _of_this_start(store: dist.Store) -> dist.Store:
 
 
 def collective_timeout(config: Config) -> float:
-    """The time limit of a collective in seconds: parallel.timeout.
-
-    If shards of the hub are fetched during training, data.fetch_minutes are added, because the first collective of a
-    step waits for a rank with a late shard.
-    """
+    """The time limit of a collective in seconds: parallel.timeout, and data.fetch_minutes more if shards of the hub are
+    fetched during training: the first collective of a step waits for a rank with a late shard."""
     data = config.data
     sources = [source.data for source in mixture_of(data)] if data.kind == "mixture" else [data]
     fetches = data.streamed and any(source.on_hub for source in sources)
@@ -348,10 +329,9 @@ def collective_timeout(config: Config) -> float:
 def _keep_process_group() -> None:
     """Keeps gloo's destructor from running, and gives gloo's threads time before the interpreter ends.
 
-    The destructor joins gloo's threads while it holds the interpreter's lock. A thread that still releases the tensors
-    of the last collective waits for the same lock, and the finished process hangs. So the process group gets a
-    reference that is never released. A thread that still waits when the interpreter ends aborts the process: hence the
-    pause.
+    The destructor joins gloo's threads while it holds the interpreter's lock, for which a thread waits that still
+    releases the tensors of the last collective: the finished process would hang. A thread that still waits when the
+    interpreter ends would abort the process: hence the pause.
     """
     _never_release(dist.group.WORLD)
     atexit.register(time.sleep, 0.5)

@@ -1,13 +1,5 @@
 """Adam and the projection of rows onto the sphere or into the ball, in one pass over the rows of a matrix.
 
-With t the steps including this one, per element, after g <- g / grad_scale:
-
-    m <- beta1 m + (1 - beta1) g              exp_avg
-    v <- beta2 v + (1 - beta2) g^2            exp_avg_sq
-    w <- (1 - lr lambda) w                    decoupled weight decay
-    w <- w - lr m_hat / (sqrt(v_hat) + eps)   m_hat = m / (1 - beta1^t), v_hat = v / (1 - beta2^t)
-    w <- w / max(||w||, floor)                per row: 1e-12 on the sphere, 1 in the ball
-
 The Triton kernel moves 28 bytes per parameter: it reads w, g, m and v and writes w, m and v in fp32; a bf16 copy of w
 costs 2 more. A projection in a separate pass would add 12.
 """
@@ -30,7 +22,7 @@ def adam_rows_(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     step: Tensor,
-    lr: float | Tensor,
+    lr: float,
     beta1: float,
     beta2: float,
     eps: float,
@@ -46,7 +38,7 @@ def adam_rows_(
     weight, exp_avg, exp_avg_sq: `(rows, d)` fp32, contiguous.
     gradient: `(rows, d)` fp32, bf16 or fp16, with any strides.
     copy: `(rows, d)` bf16, contiguous; receives the new weight.
-    step, grad_scale, found_inf: 0-dim fp32 on the device; lr: a number or such a tensor.
+    step, grad_scale, found_inf: 0-dim fp32 on the device.
 
     If found_inf is not 0, nothing is written. `step` is t, and stays: the caller counts steps, but none with found_inf.
     Raises ValueError for shapes and strides that do not fit.
@@ -57,9 +49,9 @@ def adam_rows_(
     t = step.double()  # in fp32, 1 - beta2^t would be off by 5e-5 at the first step
     m_hat = m / (1 - beta1**t)
     v_hat = v / (1 - beta2**t)
-    w = (1 - lr * weight_decay) * weight
+    w = (1 - lr * weight_decay) * weight  # decoupled
     w = w - lr * m_hat / (v_hat.sqrt() + eps)
-    if constraint != "free":
+    if constraint != "free":  # per row: w / max(||w||, 1e-12) on the sphere, w / max(||w||, 1) in the ball
         w = w / torch.linalg.vector_norm(w, dim=-1, keepdim=True).clamp_min(FLOORS[constraint])
     skipped = torch.zeros_like(step) if found_inf is None else found_inf
     for old, new in ((weight, w), (exp_avg, m), (exp_avg_sq, v), (copy, w)):
@@ -75,9 +67,7 @@ def check(weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
         if tensor.ndim != 2 or tensor.shape != weight.shape:
             raise ValueError(f"adam_rows_: {name} {tuple(tensor.shape)} beside weight {tuple(weight.shape)}, (rows, d)")
         if name in written and not tensor.is_contiguous():
-            raise ValueError(
-                f"adam_rows_: {name} has strides {tensor.stride()}; it is written, so it must be contiguous"
-            )
+            raise ValueError(f"adam_rows_: {name} is written, and its strides {tensor.stride()} are not contiguous")
 
 
 @adam_rows_.unsupported
@@ -91,52 +81,27 @@ def unsupported(weight: Tensor, *_: object, **__: object) -> str | None:
 @adam_rows_.twin
 @torch.no_grad()
 def in_few_passes_(
-    on_triton: bool,
-    weight: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    step: Tensor,
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    constraint: Constraint,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    *,
-    copy: Tensor | None = None,
-) -> None:
+    on_triton: bool, weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, lr: float,
+    beta1: float, beta2: float, eps: float, weight_decay: float, constraint: Constraint, grad_scale: Tensor | None,
+    found_inf: Tensor | None, *, copy: Tensor | None = None,
+) -> None:  # fmt: skip
     """On Triton in one pass; else torch's fused AdamW, then the projection, both in the weight's dtype."""
     check(weight, gradient, exp_avg, exp_avg_sq, copy)
     if on_triton:
         from ngpt_train.kernels.gpu import adam
 
-        number, on_device = (0.0, lr) if isinstance(lr, Tensor) else (lr, None)
         adam.adam_rows_(
-            weight, gradient, exp_avg, exp_avg_sq, copy, step, number, on_device, beta1, beta2, eps, weight_decay,
+            weight, gradient, exp_avg, exp_avg_sq, copy, step, lr, beta1, beta2, eps, weight_decay,
             FLOORS.get(constraint), grad_scale, found_inf,
         )  # fmt: skip
         return
+    # torch's kernel assumes that the gradient has the weight's strides, and writes the unscaled gradient back.
+    g = gradient.to(weight.dtype, copy=grad_scale is not None).contiguous()
     torch._fused_adamw_(
-        [weight],
-        # torch's kernel assumes that the gradient has the weight's strides, and writes the unscaled gradient back.
-        [gradient.to(weight.dtype, copy=grad_scale is not None).contiguous()],
-        [exp_avg],
-        [exp_avg_sq],
-        [],
-        [step],
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=False,
-        maximize=False,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-    )
+        [weight], [g], [exp_avg], [exp_avg_sq], [], [step],
+        lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+        grad_scale=grad_scale, found_inf=found_inf,
+    )  # fmt: skip
     skipped = torch.zeros_like(step) if found_inf is None else found_inf
     if constraint != "free":
         length = torch.linalg.vector_norm(weight, dim=-1, keepdim=True).clamp_min_(FLOORS[constraint])

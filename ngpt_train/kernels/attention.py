@@ -14,8 +14,10 @@ A varlen kernel takes the documents as sequences laid end to end, and does no wo
 documents. It is flash-attn's if the package is installed, else torch's own. flex_attention skips the blocks of the mask
 that are all false. sdpa with a boolean mask computes all pairs of tokens, and runs everywhere.
 
-The scale is always passed, because nGPT's is sqrt(D), and the default of each kernel is 1/sqrt(D). On a CPU in bf16
-small heads have their backward pass in fp32 (`small_heads.py`).
+The scale is always passed, because nGPT's is sqrt(D), and the default of each kernel is 1/sqrt(D).
+
+On a CPU in bf16 the backward pass of small heads is in fp32: there torch's backward kernel for CPUs takes up to 3.5
+times as long in bf16, and rounds more (docs/benchmarks/step.md). The forward kernel is faster in bf16.
 """
 
 import contextlib
@@ -28,16 +30,17 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ngpt_train.core.log import called_at_tracing, say_once
 from ngpt_train.kernels import dispatch, flash
 from ngpt_train.kernels.dropout import dropout
 from ngpt_train.kernels.flash import Flash, NoKernel, Varlen
 from ngpt_train.kernels.norm import at_least_fp32
-from ngpt_train.kernels.small_heads import attention_of_small_heads, is_faster_in_fp32
 
 CHOICES = ("auto", "sdpa", "flash_attn", "flex")
 LARGEST_VARLEN_HEAD = 192  # larger heads have no backward pass on some GPUs
+LARGE_HEAD = 64  # on a CPU in bf16: of this size and more, fp32 is faster in short rows alone
 
 _choice = "auto"
 _watch: "Watch | None" = None  # of `watched`
@@ -70,7 +73,7 @@ Watch = Callable[[Tensor, Tensor, float, bool, Tensor | None], None]
 
 @contextlib.contextmanager
 def watched(watch: Watch) -> Iterator[None]:
-    """Inside a `with`, each attention first calls `watch`, for telemetry. Document masks are booleans and sdpa runs."""
+    """Inside, each attention first calls `watch`, for telemetry. Document masks are booleans and sdpa runs."""
     global _watch
     _watch = watch
     try:
@@ -80,10 +83,8 @@ def watched(watch: Watch) -> Iterator[None]:
 
 
 def choose(attention: str, device: torch.device, d_head: int, dtype: torch.dtype) -> None:
-    """Sets `kernels.attention=` for this process, for heads of size d_head in `dtype` on `device`.
-
-    Raises ValueError for an unknown choice, and where no kernel of that choice runs.
-    """
+    """Sets `kernels.attention=` for this process, for heads of size d_head in `dtype` on `device`. Raises ValueError
+    for an unknown choice, and where no kernel of that choice runs."""
     global _choice, _flash
     if attention not in CHOICES:
         raise ValueError(f"kernels.attention={attention}: allowed are {', '.join(CHOICES)}")
@@ -134,10 +135,38 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tens
     """torch's scaled_dot_product_attention; shapes as of `attention`."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
     if mask is None and is_faster_in_fp32(q, k):
-        return attention_of_small_heads(q, k, v, scale, causal).transpose(1, 2)
+        return _SmallHeads.apply(q, k, v, scale, causal).transpose(1, 2)
     causal, grouped = mask is None and causal, q.shape[1] != k.shape[1]
     y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
     return y.transpose(1, 2)
+
+
+def is_faster_in_fp32(q: Tensor, k: Tensor) -> bool:
+    """Whether `_SmallHeads` takes q and k, `(B, H, T, D)`, and a backward pass will follow."""
+    is_small = q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[-1] < LARGE_HEAD
+    return is_small and q.shape[1] == k.shape[1] and torch.is_grad_enabled() and q.requires_grad
+
+
+class _SmallHeads(torch.autograd.Function):
+    """`sdpa` without a mask of q `(B, H, T, D)`, k and v `(B, H, S, D)` in bf16; gradients are computed in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+        # lse: log of the sum of exp(scale q k^T), `(B, H, T)` in fp32. 0.0: no dropout.
+        y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        ctx.save_for_backward(q, k, v, y, lse)
+        ctx.scale, ctx.causal = scale, causal
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        *saved, lse = ctx.saved_tensors
+        q, k, v, y = (x.float() for x in saved)
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dy.float(), q, k, v, y, lse, 0.0, ctx.causal, scale=ctx.scale
+        )
+        return *(gradient.to(dy.dtype) for gradient in gradients), None, None
 
 
 def of_one_grouped_query(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor:
@@ -192,19 +221,15 @@ def varlen_kernel(device: torch.device, d_head: int, dtype: torch.dtype) -> Varl
     """The kernel for documents laid end to end; None where a mask separates the documents instead."""
     if _watch is not None:
         return None
+    kernel, name, why = None, "a boolean mask for documents", f"kernels.attention={_choice}"
     if dispatch.is_off("attention of documents"):
-        _say("a boolean mask for documents", "the kernel for documents is switched off")
-        return None
-    if _choice == "flex":
-        _say("flex_attention for documents", "kernels.attention=flex")
-        return None
-    if _choice == "sdpa":
-        _say("a boolean mask for documents", "kernels.attention=sdpa")
-        return None
-    if _flash is not None:
-        _say(f"flash-attn {_flash.version}'s varlen for documents", "kernels.attention=flash_attn")
-        return _flash.varlen
-    kernel, name, why = find_varlen(device, d_head, dtype)
+        why = "the kernel for documents is switched off"
+    elif _choice == "flex":
+        name = "flex_attention for documents"
+    elif _flash is not None:
+        kernel, name = _flash.varlen, f"flash-attn {_flash.version}'s varlen for documents"
+    elif _choice == "auto":
+        kernel, name, why = find_varlen(device, d_head, dtype)
     _say(name, why)
     return kernel
 
@@ -248,10 +273,8 @@ def wants_blocks() -> bool:
 
 
 def blocks(visible: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], B: int, T: int, device: torch.device) -> Blocks:
-    """A block mask of `(B, 1, T, T)`, the same for all heads.
-
-    visible(b, h, t, s), of 0-dim integer tensors: true if query t of row b sees key s. h is always 0.
-    """
+    """A block mask of `(B, 1, T, T)`, the same for all heads. visible(b, h, t, s), of 0-dim integer tensors: true if
+    query t of row b sees key s. h is always 0."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     # Uncompiled, create_block_mask would allocate the whole (B, T, T) mask.

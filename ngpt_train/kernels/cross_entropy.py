@@ -98,19 +98,11 @@ def check(h: Tensor, matrix: Tensor, targets: Tensor, *scales: Tensor | None) ->
 
 @linear_cross_entropy.twin
 def in_chunks(
-    on_triton: bool,
-    h: Tensor,
-    matrix: Tensor,
-    targets: Tensor,
-    scale: Tensor | None = None,
-    z_loss: float = 0.0,
-    label_smoothing: float = 0.0,
-    soft_cap: float = 0.0,
-    gradient_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    on_triton: bool, h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None = None, z_loss: float = 0.0,
+    label_smoothing: float = 0.0, soft_cap: float = 0.0, gradient_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     check(h, matrix, targets, scale, gradient_scale)
-    enabled = torch.is_grad_enabled()
-    options = z_loss, label_smoothing, soft_cap, gradient_scale, enabled, on_triton
+    options = z_loss, label_smoothing, soft_cap, gradient_scale, torch.is_grad_enabled(), on_triton
     loss, *parts = _LinearCrossEntropy.apply(h, matrix, targets, scale, *options)
     cross_entropy, z_term = parts or (loss.detach(), None)
     return loss, cross_entropy, z_term if z_loss else None
@@ -130,10 +122,8 @@ def soft_capped(z: Tensor, soft_cap: float) -> Tensor:
 def token_losses(
     h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None = None, soft_cap: float = 0.0
 ) -> Tensor:
-    """The cross-entropy of each target, in the shape of targets; an IGNORED target has 0. Without gradients.
-
-    Arguments and dtype as of `linear_cross_entropy`. Its cross_entropy is the sum.
-    """
+    """The cross-entropy of each target, in the shape of targets; an IGNORED target has 0. Without gradients. Arguments
+    and dtype as of `linear_cross_entropy`. Its cross_entropy is the sum."""
     on_triton = runs_on_triton("linear_cross_entropy", h)
     losses, *_ = forward_of(h)(h, matrix, targets, scale, 0.0, False, False, False, 0.0, on_triton, soft_cap)
     return losses.view(targets.shape)
@@ -142,18 +132,9 @@ def token_losses(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        h: Tensor,
-        matrix: Tensor,
-        targets: Tensor,
-        scale: Tensor | None,
-        z_loss: float,
-        label_smoothing: float,
-        soft_cap: float,
-        gradient_scale: Tensor | None,
-        grad_enabled: bool,
-        on_triton: bool,
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None, z_loss: float,
+        label_smoothing: float, soft_cap: float, gradient_scale: Tensor | None, grad_enabled: bool, on_triton: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         # grad_enabled is an argument because autograd is always off in here, and needs_input_grad ignores it.
         need_h, need_matrix, _, need_scale, *_ = (grad_enabled and needed for needed in ctx.needs_input_grad)
         losses, z_term, dh, dmatrix, dscale, smoothing = forward_of(h)(
@@ -174,13 +155,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Not in place, so that a second backward pass through a retained graph is correct too.
         need_h, need_matrix, _, need_scale, *_ = ctx.needs_input_grad
         dh, dmatrix, dscale = ctx.saved_tensors
-        return (
-            times(dh, dloss) if need_h else None,
-            times(dmatrix, dloss) if need_matrix else None,
-            None,
-            dscale * dloss if need_scale else None,
-            *[None] * 6,
-        )
+        d_h = times(dh, dloss) if need_h else None
+        d_matrix = times(dmatrix, dloss) if need_matrix else None
+        return d_h, d_matrix, None, dscale * dloss if need_scale else None, *[None] * 6
 
 
 def times(gradient: Tensor, dloss: Tensor) -> Tensor:
@@ -191,24 +168,13 @@ def times(gradient: Tensor, dloss: Tensor) -> Tensor:
 
 
 def losses_and_gradients(
-    h: Tensor,
-    matrix: Tensor,
-    targets: Tensor,
-    scale: Tensor | None,
-    z_loss: float,
-    need_h: bool,
-    need_matrix: bool,
-    need_scale: bool,
-    label_smoothing: float,
-    on_triton: bool,
-    soft_cap: float = 0.0,
+    h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None, z_loss: float, need_h: bool, need_matrix: bool,
+    need_scale: bool, label_smoothing: float, on_triton: bool, soft_cap: float = 0.0,
     gradient_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(cross-entropies `(N,)`, z-loss terms, dh, dmatrix, dscale, smoothing terms e (z_t - mean_v z_v)).
-
-    The terms are sums over the N targets. The loss is the sum of cross-entropies and terms. A target that does not
-    count has cross-entropy 0. Where a gradient is not needed, or an option is 0, the tensor is empty.
-    """
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(cross-entropies `(N,)`, z-loss terms, dh, dmatrix, dscale, smoothing terms e (z_t - mean_v z_v)). The terms are
+    sums over the N targets. The loss is the sum of cross-entropies and terms. A target that does not count has
+    cross-entropy 0. Where a gradient is not needed, or an option is 0, the tensor is empty."""
     dtype = torch.promote_types(h.dtype, torch.float32)
     weight = scaled(matrix, scale).to(h.dtype)  # W', (V, d)
     onward = scale if gradient_scale is None else gradient_scale  # of dz on its way to h and W
@@ -271,27 +237,17 @@ linear_cross_entropy_forward = torch.library.custom_op(
 
 
 def forward_of(h: Tensor) -> Callable[..., tuple[Tensor, ...]]:
-    """`losses_and_gradients`, as one operation for torch.compile and for tensors without memory.
-
-    The first call of an operation imports the compiler, which takes as long as importing torch.
-    """
+    """`losses_and_gradients`, as one operation for torch.compile and for tensors without memory. The first call of an
+    operation imports the compiler, which takes as long as importing torch."""
     traced = torch.compiler.is_compiling() or type(h) is not Tensor or h.is_meta
     return linear_cross_entropy_forward if traced else losses_and_gradients
 
 
 @linear_cross_entropy_forward.register_fake
 def _(
-    h: Tensor,
-    matrix: Tensor,
-    targets: Tensor,
-    scale: Tensor | None,
-    z_loss: float,
-    need_h: bool,
-    need_matrix: bool,
-    need_scale: bool,
-    label_smoothing: float,
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None, z_loss: float, need_h: bool, need_matrix: bool,
+    need_scale: bool, label_smoothing: float, *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dtype = torch.promote_types(h.dtype, torch.float32)
     return (
         h.new_empty(targets.numel(), dtype=dtype),
@@ -304,16 +260,9 @@ def _(
 
 
 def _cross_entropy_(
-    logits: Tensor,
-    targets: Tensor,
-    losses: Tensor,
-    z_terms: Tensor,
-    smoothing: Tensor,
-    z_loss: float,
-    label_smoothing: float,
-    soft_cap: float,
-    gradient: bool,
-) -> None:
+    logits: Tensor, targets: Tensor, losses: Tensor, z_terms: Tensor, smoothing: Tensor,
+    z_loss: float, label_smoothing: float, soft_cap: float, gradient: bool,
+) -> None:  # fmt: skip
     """Writes the cross-entropies of logits `(N, V)` to losses `(N,)`, c lse^2 to z_terms, `(N,)`, empty if c = 0, and
     e (z_t - mean_v z_v) to smoothing, `(N,)`, empty if e = 0.
 

@@ -10,8 +10,7 @@ An operation is a function whose body is its formula. A faster function, its twi
     def by_hand_or_on_triton(on_triton, h, x, alpha): ...
 
 A caller reads the formula and gets the twin, which computes the same with gradients by hand or in a Triton kernel.
-`sphere_step.formula` is the undecorated function: the forward pass of a twin without Triton, and the reference of tests
-and benchmarks.
+`sphere_step.formula` is the undecorated function: a twin's forward pass without Triton, the reference of tests.
 """
 
 import contextlib
@@ -108,9 +107,7 @@ def choose(kernels: str) -> None:
 
 def switch_off(reasons: Mapping[str, str]) -> None:
     """Switches off the kernels of these names, and switches on all others: operations then run in plain PyTorch.
-
-    reasons: by name, for the log. kernels/attention.py knows the names "attention" and "attention of documents".
-    """
+    reasons: by name, for the log. kernels/attention.py knows the names "attention" and "attention of documents"."""
     global _off
     _off = dict(reasons)
 
@@ -163,11 +160,8 @@ def interpreted() -> bool:
 
 
 def runs_on_triton(operation: str, *tensors: Tensor, unsupported: str | None = None) -> bool:
-    """True if the Triton kernel of `operation` runs on these tensors, at least one.
-
-    unsupported: an option that the kernel does not support. If the kernel would run without that option, or with
-    another dtype, the log says so once.
-    """
+    """True if the Triton kernel of `operation` runs on these tensors, at least one. unsupported: an option that the
+    kernel does not know. If it would run without that, or with another dtype, the log says so."""
     if _choice == "torch" or operation in _off:
         return False
     if _choice == "auto" and not (tensors[0].is_cuda and _gpu_suits()):

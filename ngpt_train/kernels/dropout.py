@@ -22,8 +22,7 @@ GOLDEN, FIRST, SECOND = (signed(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E
 
 
 def mix(x: Tensor) -> Tensor:
-    """SplitMix64's next number from its state x, int64 (Steele, Lea and Flood 2014): one to one, and without a pattern
-    for x = 0, 1, 2, ..."""
+    """SplitMix64's next number from its state x, int64 (Steele et al. 2014): one to one, no pattern for 0, 1, ..."""
     x = x + GOLDEN
     x = (x ^ shifted(x, 30)) * FIRST
     x = (x ^ shifted(x, 27)) * SECOND
@@ -48,10 +47,8 @@ def row_seeds(seed: int, step: int, rows: Tensor) -> Tensor:
 
 
 def kept(p: float, seeds: Tensor, shape: torch.Size) -> Tensor:
-    """bool of this shape `(B, ...)`: true for an element that stays, with probability 1 - p.
-
-    seeds `(B,)`. An element is a function of its row's seed and of its place in the row.
-    """
+    """bool of this shape `(B, ...)`: true for an element that stays, with probability 1 - p. seeds `(B,)`. An element
+    is a function of its row's seed and of its place in the row."""
     for size in shape[1:]:
         seeds = numbers(seeds, size)
     # Uniform from -2^63 to 2^63 - 1. The probability is exact to 2^-53, the precision of p.
@@ -59,8 +56,6 @@ def kept(p: float, seeds: Tensor, shape: torch.Size) -> Tensor:
 
 
 def dropout(x: Tensor, p: float, seeds: Tensor) -> Tensor:
-    """x / (1 - p) where an element is kept, else 0: x `(B, ...)` -> the same shape and dtype.
-
-    p: in [0, 1), the probability of 0. seeds: int64 `(B,)`. The backward pass keeps a bool per element.
-    """
+    """x / (1 - p) where an element is kept, else 0: x `(B, ...)` -> the same shape and dtype. p: in [0, 1), the
+    probability of 0. seeds: int64 `(B,)`. The backward pass keeps a bool per element."""
     return torch.where(kept(p, seeds, x.shape), x * (1 / (1 - p)), 0)

@@ -91,18 +91,9 @@ def load(version: int) -> Flash:
         return _output(of_rows(q, k, v, softmax_scale=scale, causal=causal))
 
     def varlen(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
-        y = of_sequences(
-            q,
-            k,
-            v,
-            cu_seqlens_q=boundaries,
-            cu_seqlens_k=boundaries,
-            max_seqlen_q=longest,
-            max_seqlen_k=longest,
-            softmax_scale=scale,
-            causal=True,
-        )
-        return _output(y)
+        ends = {"cu_seqlens_q": boundaries, "cu_seqlens_k": boundaries}
+        longest_of = {"max_seqlen_q": longest, "max_seqlen_k": longest}
+        return _output(of_sequences(q, k, v, **ends, **longest_of, softmax_scale=scale, causal=True))
 
     return Flash(version, dense, varlen)
 

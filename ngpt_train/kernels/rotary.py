@@ -9,8 +9,7 @@ g = dL/dq':
     dp = r (e - n (n . e))              but r e where ||p|| < 1e-12
     dq = R^T dp
 
-and the same for k with t = 1. Of the activations only qkv is kept. Backward computes n from it again; n = q' / t would
-fail where t is near 0.
+and the same for k with t = 1. Only qkv is kept. Backward computes n from it again: q' / t would fail for t near 0.
 """
 
 from collections.abc import Callable
@@ -57,10 +56,8 @@ class Rope(NamedTuple):
 
 
 def rotate(x: Tensor, rope: Rope | None) -> Tensor:
-    """R x: rotates each pair of x `(B, T, H, D)` by its position's angle; the length of x does not change.
-
-    Without rope, x itself: the model has no positions, or has them in the embedding.
-    """
+    """R x: rotates each pair of x `(B, T, H, D)` by its position's angle; the length of x does not change. Without
+    rope, x itself: the model has no positions, or has them in the embedding."""
     if rope is None:
         return x
     first, second = pairs(x, rope.interleaved)
@@ -83,8 +80,8 @@ def rotary(
     """q' `(B, T, n_heads, D)`, k' and v `(B, S, n_kv_heads, D)`, computed in at least fp32; v is qkv's.
 
     rope: of fp32 angles. normalized: True for q' = t Norm(R q) and k' = Norm(R k), else without Norm. scale: t
-    `(n_heads D,)` fp32; None is 1. norm: Norm. turn: R. Raises ValueError for shapes that do not fit. The twin returns
-    qkv's dtype.
+    `(n_heads D,)` fp32; None is 1. norm: Norm. turn: R. Raises ValueError for other shapes. The twin returns qkv's
+    dtype.
     """
     q, k = turn(qkv.q, rope), turn(qkv.k, rope)
     if normalized:
@@ -154,10 +151,7 @@ def check(joined: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None, option
 def in_the_dtype_of_qkv(
     joined: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None, options: Options, by_hand: bool = False
 ) -> Heads:
-    """The formula, from one tensor qkv to q' and k' in its dtype.
-
-    by_hand: R and Norm in fewer passes over memory, without gradients.
-    """
+    """The formula, from one tensor qkv to q' and k' in its dtype. by_hand: in fewer passes, without gradients."""
     qkv = QKV.of(joined, options.n_heads, options.n_kv_heads)
     wide = QKV(at_least_fp32(qkv.q), at_least_fp32(qkv.k), qkv.v)
     functions = (normalize_by_hand, rotate_by_hand) if by_hand else ()
@@ -195,7 +189,8 @@ class _Rotary(torch.autograd.Function):
 
             d_joined, d_scale = rotary_backward(dq, dk, dv, joined, cos, sin, scale, *ctx.options)
         else:
-            d_joined, d_scale = backward_by_hand(dq, dk, dv, joined, Rope(cos, sin, ctx.options[2]), scale, ctx.options)
+            rope = Rope(cos, sin, ctx.options.interleaved)
+            d_joined, d_scale = backward_by_hand(dq, dk, dv, joined, rope, scale, ctx.options)
         return d_joined, None, None, None if scale is None else d_scale, None, None
 
 

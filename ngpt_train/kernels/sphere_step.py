@@ -32,11 +32,8 @@ class HiddenState(NamedTuple):
 
     @classmethod
     def of(cls, h: Tensor) -> "HiddenState":
-        """The state of the first block, for h `(..., d_model)`.
-
-        It has the form that a compiled block returns, so that one graph fits the first block and all others: with
-        gradients two tensors, without gradients the same tensor twice.
-        """
+        """The state of the first block, for h `(..., d_model)`. It has the form that a compiled block returns, so that
+        one graph fits all blocks: with gradients two tensors, else one tensor twice."""
         return cls(h, h.view_as(h) if torch.is_grad_enabled() else h)
 
 

@@ -8,8 +8,7 @@ g = dL/dy:
     dx  = g s_u u (sigma(x) + SiLU(x) (1 - sigma(x)))
     dv  = dx s_v                                            ds_v = sum_tokens dx v
 
-The Triton kernel reads uv and writes y; its backward pass reads uv and g and writes d_uv. Between the passes only the
-arguments are kept.
+The Triton kernel reads uv and writes y; its backward pass reads uv and g and writes d_uv. Only arguments are kept.
 
 A product whose outputs are scaled is also the product with a matrix whose rows are scaled: s (W x) = (s W) x. Where a
 batch has more tokens than d_model, W has fewer elements than W x, so it is cheaper to scale W:

@@ -15,14 +15,9 @@ from torch import Tensor, nn
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.constants import IGNORED, MILLION, Constraint
+from ngpt_train.kernels.attention import Mask
 from ngpt_train.kernels.cross_entropy import linear_cross_entropy, soft_capped, token_losses
-from ngpt_train.models.layers.documents import (
-    Mask,
-    boolean_mask,
-    check_documents,
-    document_mask,
-    positions_in_documents,
-)
+from ngpt_train.models.layers.documents import boolean_mask, check_documents, document_mask, positions_in_documents
 from ngpt_train.models.layers.dropout import Dropout, each_with_seeds, number_places, seeded, seeds_of_parts
 from ngpt_train.models.layers.norms import project_rows_
 from ngpt_train.models.layers.rope import UNSCALED, Rope, rope_table
@@ -141,10 +136,8 @@ class Decoder(nn.Module):
         config = self.config
         if not config.uses_rope:
             return None
-        interleaved = config.rope_layout == "interleaved"
-        d_head = config.d_model // config.n_heads
-        length = tokens.shape[1]
-        return rope_table(length, d_head, config.rope_base, interleaved, tokens.device, dtype, self.rope_scaling)
+        T, interleaved = tokens.shape[1], config.rope_layout == "interleaved"
+        return rope_table(T, config.d_head, config.rope_base, interleaved, tokens.device, dtype, self.rope_scaling)
 
     def blocks(self) -> list[nn.Module]:
         """The units of compilation, activation checkpointing and sharding."""
@@ -174,8 +167,8 @@ class Decoder(nn.Module):
         return self.config.init.std(kind_of(path), self.config.d_model, self.residual_writes(path))
 
     def residual_writes(self, path: str) -> int:
-        """The number of matrices that write into the residual stream of the matrix at `path`; 1 if it writes none."""
-        return 2 * self.config.n_layers if path.endswith((".wo", ".w_down")) else 1
+        """The number of matrices that write into the residual stream of the block that `path` is in."""
+        return 2 * self.config.n_layers
 
     @property
     def constraint(self) -> Constraint:
@@ -188,10 +181,8 @@ class Decoder(nn.Module):
         return self.constraint == "sphere"
 
     def project_(self, skipped: Tensor | None = None) -> None:
-        """Imposes the constraint on the weights again, in place.
-
-        skipped: 0-dim bool on the device. If it is true, no bit of a weight changes. The host does not wait for it.
-        """
+        """Imposes the constraint on the weights again, in place. skipped: 0-dim bool on the device. If it is true, no
+        bit of a weight changes. The host does not wait for it."""
         if self.constraint != "free":
             for parameter in self.parameters():
                 if parameter.ndim == 2:
@@ -202,14 +193,11 @@ class Decoder(nn.Module):
         training. Attention with dropout or in both directions takes a mask with room for any number."""
         if self.config.attention_dropout or self.config.bidirectional:
             return
-        dtype = self.compute_dtype or self.embedding.dtype
-        check_documents(doc_ids, device, self.config.d_model // self.config.n_heads, dtype)
+        check_documents(doc_ids, device, self.config.d_head, self.compute_dtype or self.embedding.dtype)
 
     def begin_step_(self, step: int, loss_factor: Tensor) -> None:
-        """Called before the forward passes of a training step.
-
-        step: steps completed before it. loss_factor: 0-dim, the factor of the summed losses.
-        """
+        """Called before the forward passes of a training step. step: steps completed before it. loss_factor: 0-dim, the
+        factor of the summed losses."""
 
     def statistics(self) -> dict[str, Tensor]:
         """Running statistics by name: part of the training state, not learned. A caller may change them in place."""
@@ -239,9 +227,8 @@ class Decoder(nn.Module):
             positions = positions_in_documents(doc_ids)
             rope = None if rope is None else rope.at(positions)
             drops = of_blocks is not None and self.config.attention_dropout > 0
-            d_head = self.config.d_model // self.config.n_heads
             causal = not self.config.bidirectional
-            mask = boolean_mask(doc_ids, causal) if drops else document_mask(doc_ids, d_head, dtype, causal)
+            mask = boolean_mask(doc_ids, causal) if drops else document_mask(doc_ids, self.config.d_head, dtype, causal)
         with seeded(of_embedding):
             h = self.first_hidden_state(tokens, self.embedding, positions)
         with seeded(of_blocks):
@@ -252,8 +239,7 @@ class Decoder(nn.Module):
         return head.logits() if targets is None else self.loss_of(head, targets)
 
     def first_hidden_state(self, tokens: Tensor, table: Tensor, positions: Tensor) -> Tensor:
-        """The first block's h `(B, T, d_model)`: embedding and positions, normed, in the dtype of activations, with
-        dropout."""
+        """The first block's h `(B, T, d_model)`: embedding and positions, normed, cast, with dropout."""
         h = self.norm_first(self.add_positions(self.embed(tokens, table), positions))
         return self.drop_embedding(h.to(self.compute_dtype or self.embedding.dtype))
 
@@ -290,20 +276,15 @@ class Decoder(nn.Module):
     def loss(
         self, tokens: Tensor, targets: Tensor, doc_ids: Tensor | None = None, seeds: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The summed cross-entropy in nats, in training mode smoothed and with the z-loss, and the number of targets
-        that count.
-
-        Both are 0-dim. A target of -100 does not count. Arguments as of `forward`.
-        """
+        """The summed cross-entropy in nats, in training mode smoothed and with the z-loss, and the number of targets,
+        both 0-dim. A target of -100 does not count. Arguments as of `forward`."""
         loss = self(tokens, targets, doc_ids, seeds)
         return loss.total, loss.n_tokens
 
     @torch.no_grad()
     def next_token_logits(self, prompt: Tensor, new: Tensor) -> Tensor:
-        """Logits `(V,)` of the token that follows prompt `(P,)`, P >= 1, and the generated tokens new `(N,)`.
-
-        Only the last `context` tokens count. All are computed again for each token; models/decoding.py keeps them.
-        """
+        """Logits `(V,)` of the token that follows prompt `(P,)`, P >= 1, and the generated tokens new `(N,)`. Only the
+        last `context` tokens count. All are computed again for each token; models/decoding.py keeps them."""
         return self(torch.cat([prompt, new])[None, -self.config.context :])[0, -1]
 
     def init_weights_(self, seed: int) -> None:
@@ -342,8 +323,7 @@ class Decoder(nn.Module):
 
         A value of a matrix takes a multiplication and an addition in the forward pass, and twice as many in the
         backward pass. The output embedding counts at the places with a target, the look-up in the input embedding does
-        not. The second term is attention, for all pairs of tokens. causal: pairs that a causal mask hides, one half, do
-        not count.
+        not. The second term is attention, for all pairs of tokens. causal: the half that a mask hides does not count.
         """
         config = self.config
         attention = 12 * config.n_layers * config.d_model * context

@@ -61,10 +61,7 @@ class Recomputed:
 
 
 class Slots:
-    """Where the keys and values of the next tokens go; the caches of a stack share it.
-
-    Slot s of a row belongs to its token at position s.
-    """
+    """Where the keys and values of the next tokens go, for all caches of a stack. Slot s belongs to the token at s."""
 
     def __init__(self) -> None:
         self.of_tokens: Tensor | None = None  # (B, T); None: the first tokens of a text, whose slots are 0 to T - 1
@@ -72,11 +69,9 @@ class Slots:
 
 
 class Cache:
-    """Keys and values of one attention, each `(B, n_kv_heads, n_slots, d_head)`. Grouped heads are kept once.
-
-    grows: memory doubles when it is full, up to n_slots. Else it has n_slots from the first, so that a step, whose
-    shapes never change, is compiled once.
-    """
+    """Keys and values of one attention, each `(B, n_kv_heads, n_slots, d_head)`. Grouped heads are kept once. grows:
+    memory doubles when it is full, up to n_slots. Else it has n_slots from the first, so that a step, whose shapes
+    never change, is compiled once."""
 
     def __init__(self, n_slots: int, slots: Slots, grows: bool) -> None:
         self.n_slots, self.slots, self.grows = n_slots, slots, grows

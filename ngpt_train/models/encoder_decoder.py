@@ -37,10 +37,7 @@ class EncoderDecoder(Decoder):
         return [*self.encoder, *self.layers]
 
     def residual_writes(self, path: str) -> int:
-        """As in a decoder, but encoder and decoder have a residual stream each, and a block of the decoder writes three
-        times."""
-        if not path.endswith((".wo", ".w_down")):
-            return 1
+        """Encoder and decoder have a stream each, and a block of the decoder writes three times."""
         return 2 * len(self.encoder) if path.startswith("encoder.") else 3 * len(self.layers)
 
     def check_documents(self, doc_ids: Tensor, device: torch.device) -> None:
@@ -55,18 +52,15 @@ class EncoderDecoder(Decoder):
     def decode(
         self, h: Tensor, rope: Rope | None, mask: Mask, memory: Tensor, memory_mask: Mask, valid: Tensor | None
     ) -> Tensor:
-        """The decoder's blocks, and what comes between them and the head: h and the result `(B, T, d_model)`, valid
-        `(B, T)`."""
+        """The decoder's blocks, and what comes before the head: h and result `(B, T, d_model)`, valid `(B, T)`."""
         return self.run_blocks(self.layers, h, rope, mask, memory, memory_mask)
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, doc_ids: Tensor | None = None, seeds: Tensor | None = None
     ) -> Tensor | tuple:
-        """Logits `(B, T, V)` at the decoder's positions, in at least fp32, or with targets their `Loss`.
-
-        tokens, targets, doc_ids: `(B, S + T)` integers, S = source_context; the first S targets do not count. seeds: as
-        of Decoder.forward. Raises ValueError for rows of S tokens or fewer, too.
-        """
+        """Logits `(B, T, V)` at the decoder's positions, in at least fp32, or with targets their `Loss`. tokens,
+        targets, doc_ids: `(B, S + T)` integers, S = source_context; the first S targets do not count. seeds: as of
+        Decoder.forward. Raises ValueError for rows of S tokens or fewer, too."""
         of_source, of_encoder, of_embedding, of_decoder = seeds_of_parts(self.seeds_in_use(seeds), 4)
         S = tokens.shape[1] // 2 if self.translates else self.source_context
         if tokens.shape[1] <= S:
@@ -106,11 +100,10 @@ class EncoderDecoder(Decoder):
 
     def flops_per_token(self, context: int, causal: bool = False) -> int:
         """The first S tokens of a row, the source, go through the encoder and through W_k and W_v of the
-        cross-attention, the others through all other matrices. causal: of the pairs in the decoder's self-attention one
-        half counts."""
+        cross-attention, the others through all other matrices. causal: half of the decoder's own pairs count."""
         config, S, T = self.config, self.source_context, context - self.source_context
         n_encoder, n_decoder, d_model = len(self.encoder), len(self.layers), config.d_model
-        d_kv = (config.n_kv_heads or config.n_heads) * (d_model // config.n_heads)
+        d_kv = (config.n_kv_heads or config.n_heads) * config.d_head
         cross = n_decoder * 2 * d_kv * d_model  # W_k and W_v
         of_source = in_matrices(self.encoder) + cross
         of_target = in_matrices(self.layers) - cross + self.unembedding.numel()
@@ -119,8 +112,7 @@ class EncoderDecoder(Decoder):
 
 
 def source_of(prompt: Tensor, S: int) -> tuple[Tensor, Tensor]:
-    """The tokens before the last one of a prompt `(P,)`, at most S, padded to `(S,)`; and `(S,)` bool: false for
-    padding."""
+    """The tokens before the last one of a prompt `(P,)`, at most S, padded to `(S,)`; and bool `(S,)`, false there."""
     source = prompt[:-1][-S:]
     valid = torch.arange(S, device=prompt.device) < len(source)
     if not len(source):

@@ -20,8 +20,7 @@ class EncoderDecoderKeys(ModelConfig):
         None, "Tokens of a row, of its model.context, for the encoder; null is two thirds.", minimum=1
     )
     translates: bool = key(
-        False,
-        "Half of a row, however wide it is, is the source. data.translation_field sets it, data.label_field unsets it.",
+        False, "Half of a row is the source. data.translation_field sets it, data.label_field unsets it."
     )
     shared_source: bool = key(
         False, "The encoder reads with the decoder's input embedding; with tied_embeddings all three are one matrix."
@@ -32,8 +31,7 @@ class EncoderDecoderKeys(ModelConfig):
         return "label" if self.n_classes else "translation" if self.translates else "prefix_continuation"
 
     def source_length(self, context: int) -> int:
-        """Tokens of a row of `context` tokens that the encoder reads: half of it if it translates, else source_context
-        or, where it is null, 2/3."""
+        """Tokens of a row of `context` that the encoder reads: half if it translates, else source_context or 2/3."""
         if self.translates:
             return context // 2
         return self.source_context or max(1, 2 * context // 3)

@@ -11,10 +11,7 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: object) -> "TypeIs[DTensor]":
-    """Whether `tensor` is a DTensor.
-
-    FSDP2 imports their module. Importing it takes half as long as importing torch, and most runs need none.
-    """
+    """Whether `tensor` is a DTensor. FSDP2 imports their module, which takes half as long as torch, and few need it."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

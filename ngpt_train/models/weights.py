@@ -6,7 +6,7 @@ Names are listed in docs/weights.md: `embedding`, `output`, `layers.{i}.wq`, `la
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,21 +36,22 @@ def write_full(parameter: Tensor, values: Tensor) -> None:
     parameter.copy_(values)
 
 
-def export_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all weights, whole, by canonical name. A collective call if the model is sharded."""
-    return {
-        name: part.clone()
-        for parameter, parts in named_weights(model)
-        for name, part in zip(map(canonical, parts), _cut(parameter, parts), strict=True)
-    }
+def export_weights(model: nn.Module, of: Callable[[nn.Parameter], Tensor | None] = lambda x: x) -> dict[str, Tensor]:
+    """Copies of all weights, whole, by canonical name. A collective call if the model is sharded. of: what of each
+    parameter is copied, if there is any."""
+    found: dict[str, Tensor] = {}
+    for parameter, parts in named_weights(model):
+        if (tensor := of(parameter)) is not None:
+            whole = tensor.full_tensor() if is_sharded(tensor) else tensor
+            cut = whole.detach().split(list(parts.values()))
+            found |= {canonical(path): part.clone() for path, part in zip(parts, cut, strict=True)}
+    return found
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copies whole tensors, by canonical name, into the model. It does not project them.
-
-    Raises DataError, which names every missing or unknown name and every wrong shape, and then leaves the model
-    unchanged. Raises ValueError for a model on `meta`, which has no memory.
-    """
+    """Copies whole tensors, by canonical name, into the model. It does not project them. Raises DataError, which names
+    every missing or unknown name and every wrong shape, and then leaves the model unchanged. Raises ValueError for a
+    model on `meta`, which has no memory."""
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("load_weights: the model is on meta; give it memory first, with model.to_empty(device=...)")
     wanted = {
@@ -73,19 +74,12 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 def export_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Copies of the gradients, as `export_weights`; a weight without gradient is left out."""
-    return {
-        name: part.clone()
-        for parameter, parts in named_weights(model)
-        if parameter.grad is not None
-        for name, part in zip(map(canonical, parts), _cut(parameter.grad, parts), strict=True)
-    }
+    return export_weights(model, lambda parameter: parameter.grad)
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[nn.Parameter, dict[str, int]]]:
-    """The model's parameters, each with the paths and numbers of rows of the weights that are stacked in it.
-
-    A parameter that is not fused has one path, its own. Raises ValueError if two weights have one canonical name.
-    """
+    """The model's parameters, each with the paths and numbers of rows of the weights that are stacked in it. A
+    parameter that is not fused has one path, its own. Raises ValueError if two weights have one canonical name."""
     fused = {
         f"{place}.{name}": {".".join([*place.split(".")[:-1], part]): rows for part, rows in parts.items()}
         for place, module in model.named_modules()
@@ -104,12 +98,6 @@ def named_weights(model: nn.Module) -> Iterator[tuple[nn.Parameter, dict[str, in
 def canonical(path: str) -> str:
     """The canonical name of the weight at `path`: layers.0.attention.wq -> layers.0.wq."""
     return ".".join(part for part in path.split(".") if part not in _NOT_IN_NAME)
-
-
-def _cut(tensor: Tensor, parts: Mapping[str, int]) -> tuple[Tensor, ...]:
-    """The whole tensor, cut into the rows of its parts."""
-    full = tensor.full_tensor() if is_sharded(tensor) else tensor
-    return full.detach().split(list(parts.values()))
 
 
 # Step 0.
@@ -149,9 +137,8 @@ def init_weights_(model: Decoder, seed: int) -> None:
             reset()
     for parameter, parts in named_weights(model):
         if parameter.ndim >= 2:
-            drawn = [
-                by_path(seed, path, (rows, *parameter.shape[1:]), model.init_std(path)) for path, rows in parts.items()
-            ]
+            shapes = {path: (rows, *parameter.shape[1:]) for path, rows in parts.items()}
+            drawn = [by_path(seed, path, shape, model.init_std(path)) for path, shape in shapes.items()]
             write_full(parameter, torch.cat(drawn))
             if model.constraint == "ball":
                 project_rows_(parameter, "sphere")

@@ -31,8 +31,7 @@ def hidden_matrices(model: Decoder) -> list[Tensor]:
 
 @contextmanager
 def turning_at_most(theta: float, matrices: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, the rows of matrices `(rows, d)` move on the sphere; at its end none has turned by more than theta
-    radians.
+    """Inside, the rows of matrices `(rows, d)` move on the sphere; none turns by more than theta radians.
 
     Keeps a copy of the matrices meanwhile. A row that turns less keeps its bits. FSDP2 shards by whole rows, so each
     rank caps its own without communication.

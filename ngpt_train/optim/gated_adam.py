@@ -1,10 +1,7 @@
 """GatedAdamW ("Training nGPT", arXiv 2608.01284): Adam whose eps is a gate with a sharpness of its own.
 
-Second-hand: we know the paper from a description by others. With t the steps including this one, per element, after
-g <- g / grad_scale:
+Second-hand: we know the paper from a description by others. With Adam's m_hat and v_hat, per element:
 
-    m <- beta1 m + (1 - beta1) g              exp_avg, m_hat = m / (1 - beta1^t)
-    v <- beta2 v + (1 - beta2) g^2            exp_avg_sq, v_hat = v / (1 - beta2^t)
     d = sqrt(v_hat) + eps
     gamma = sigmoid(a log(d / eps_gate))      = d^a / (d^a + eps_gate^a)
     w <- w - lr (gamma m_hat / d + lambda w)
@@ -29,13 +26,8 @@ def gate(d: Tensor, power: float, gate_eps: float) -> Tensor:
 
 
 class GatedAdam(FusedAdam):
-    """Adam or AdamW with a gate, elementwise on parameters of any shape.
-
-    groups: torch's parameter groups. power, gate_eps: a and eps_gate, both above 0. options: for torch.optim.Adam.
-
-    State and groups have the keys of torch's Adam, so a checkpoint of either loads into the other. There is no
-    collective: under FSDP2 a rank moves its own rows. `grad_scale` and `found_inf` are as in torch's fused optimizers.
-    """
+    """Adam or AdamW with a gate, elementwise on parameters of any shape: under FSDP2 a rank moves its own rows. power,
+    gate_eps: a and eps_gate, both above 0. options: for torch.optim.Adam."""
 
     def __init__(self, groups: list[dict[str, Any]], power: float, gate_eps: float, **options: Any) -> None:
         super().__init__(groups, **options)
@@ -45,17 +37,12 @@ class GatedAdam(FusedAdam):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Moves all parameters that have a gradient, and their moments. Takes no closure."""
         assert closure is None
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for group in self.param_groups:
-            # Parameters, gradients, exp_avg, exp_avg_sq, torch's maxima of amsgrad, steps.
-            lists: tuple[list[Tensor], ...] = ([], [], [], [], [], [])
-            self._init_group(group, *lists)
-            *tensors, _, steps = lists
-            for *of_one, step in zip(*tensors, steps, strict=True):
-                skipped = torch.zeros_like(step) if found_inf is None else found_inf
+            for *of_one, step in self.states(group, group["params"]):
+                skipped = torch.zeros_like(step) if self.found_inf is None else self.found_inf
                 step += 1 - skipped
                 w, g, m, v = map(local_rows, of_one)
-                g = g.to(w.dtype) if grad_scale is None else g.to(w.dtype) / grad_scale
+                g = g.to(w.dtype) if self.grad_scale is None else g.to(w.dtype) / self.grad_scale
                 for old, moved in zip((w, m, v), self._moved(w, g, m, v, step, group), strict=True):
                     old.copy_(torch.where(skipped != 0, old, moved))
 

@@ -22,10 +22,8 @@ class LossScale:
         self.good_steps = torch.zeros((), dtype=torch.int64, device=device)  # in a row, since the scale last changed
 
     def update_(self, skipped: Tensor) -> None:
-        """Halves the scale after a skipped step, and doubles it after GROWTH_INTERVAL good steps in a row.
-
-        skipped: 0-dim bool, the same on every rank.
-        """
+        """Halves the scale after a skipped step, and doubles it after GROWTH_INTERVAL good steps in a row. skipped:
+        0-dim bool, the same on every rank."""
         good_steps = (self.good_steps + 1) * ~skipped
         grows = good_steps >= GROWTH_INTERVAL
         self.value = (self.value * (1 + grows.float() - 0.5 * skipped.float())).clamp(SMALLEST, LARGEST)

@@ -19,14 +19,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from ngpt_train.models.layers.linear import OutputLinear
 from ngpt_train.models.rank_rows import first_row, local_rows
 from ngpt_train.models.weights import named_weights
+from ngpt_train.optim import matrix_steps
 from ngpt_train.optim.fused_adam import FusedAdam
-from ngpt_train.optim.matrix_steps import (
-    adam_direction,
-    adjustment,
-    ball_factors,
-    one_length_per_neuron,
-    orthogonalised,
-)
 
 if TYPE_CHECKING:
     from ngpt_train.config.sections.optim import OptimConfig
@@ -72,8 +66,6 @@ class MatrixOptimizer(FusedAdam):
 
     State has Adam's keys, and for Muon `step`, `momentum_buffer` and NorMuon's `mean_square`, whole on every rank:
     `(rows, 1)`, or `(1, d_model)` of a transposed matrix.
-
-    `grad_scale` and `found_inf` are as in torch's fused optimizers.
     """
 
     def __init__(
@@ -93,10 +85,8 @@ class MatrixOptimizer(FusedAdam):
         self.adjust_lr = config.adjust_lr or "original"
         self.matrices, self.dtype, self.mesh = dict(matrices), dtype, mesh
 
-    def _init_group(self, group: dict[str, Any], *found: list[Tensor]) -> bool:
-        """Leaves the matrices out of torch's step."""
-        others = [parameter for parameter in group["params"] if parameter not in self.matrices]
-        return super()._init_group(group | {"params": others}, *found)
+    def moved_by_torch(self, parameter: Tensor) -> bool:
+        return parameter not in self.matrices
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -118,12 +108,13 @@ class MatrixOptimizer(FusedAdam):
             products = over_shards(products, next(iter(moving)))
             n_each = [len(self.matrices[weight].rows) for weight in directions]
             for (weight, u), of_weight in zip(directions.items(), products.split(n_each), strict=True):
-                self._move(weight, u, ball_factors(of_weight, moving[weight]["lr"]).to(weight.dtype).unbind())
+                factors = matrix_steps.ball_factors(of_weight, moving[weight]["lr"])
+                self._move(weight, u, factors.to(weight.dtype).unbind())
         else:
             for weight, u in directions.items():
                 lr, sizes = moving[weight]["lr"], self.matrices[weight].sizes(weight.shape[1])
                 keep = 1 - lr * moving[weight]["weight_decay"]
-                self._move(weight, u, [(keep, lr * adjustment(self.adjust_lr, *size)) for size in sizes])
+                self._move(weight, u, [(keep, lr * matrix_steps.adjustment(self.adjust_lr, *size)) for size in sizes])
         super().step()
 
     def _of_one_shape(self, weights: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -140,8 +131,8 @@ class MatrixOptimizer(FusedAdam):
     def _gradient(self, weight: Tensor) -> Tensor:
         """This rank's rows, clipped."""
         assert weight.grad is not None
-        g, grad_scale = local_rows(weight.grad).to(weight.dtype), getattr(self, "grad_scale", None)
-        return g if grad_scale is None else g / grad_scale
+        g = local_rows(weight.grad).to(weight.dtype)
+        return g if self.grad_scale is None else g / self.grad_scale
 
     def _adam(self, weight: Tensor, group: Mapping[str, Any]) -> Tensor:
         """u for this rank's rows of a stored matrix. Moves its state."""
@@ -150,7 +141,7 @@ class MatrixOptimizer(FusedAdam):
         v = torch.lerp(local_rows(state["exp_avg_sq"]), g.square(), 1 - beta2)
         self._keep(state["exp_avg"], m)
         self._keep(state["exp_avg_sq"], v)
-        return adam_direction(m, v, state["step"], beta1, beta2, group["eps"])
+        return matrix_steps.adam_direction(m, v, state["step"], beta1, beta2, group["eps"])
 
     def _muon(self, weights: Sequence[Tensor]) -> Iterable[Tensor]:
         """u for this rank's rows of stored matrices of one shape. Moves their state."""
@@ -163,12 +154,13 @@ class MatrixOptimizer(FusedAdam):
         u = torch.lerp(g, buffer, self.momentum) if self.nesterov else buffer
         shared = SharedOut(len(weights), weights[0], self.mesh)
         whole = shared.to_owners(u.to(self.dtype))  # (some of k, rows, d_model)
-        parts = [orthogonalised(part) for part in whole.split(stored.rows, dim=1)]
+        parts = [matrix_steps.orthogonalised(part) for part in whole.split(stored.rows, dim=1)]
         if self.direction == "normuon":
             inputs = 1 if stored.transposed else 2
             old = shared.own(torch.stack([state["mean_square"] for state in states]))
             olds = old.split([1] if stored.transposed else stored.rows, dim=1)
-            even = [one_length_per_neuron(part.to(u.dtype), x, inputs) for part, x in zip(parts, olds, strict=True)]
+            pairs = zip(parts, olds, strict=True)
+            even = [matrix_steps.one_length_per_neuron(part.to(u.dtype), x, inputs) for part, x in pairs]
             parts = [part for part, _ in even]
             for state, new in zip(states, shared.of_all(torch.cat([new for _, new in even], dim=1)), strict=True):
                 self._keep(state["mean_square"], new)
@@ -207,8 +199,8 @@ class MatrixOptimizer(FusedAdam):
 
     def _keep(self, old: Tensor, new: Tensor) -> None:
         """old <- new, this rank's rows, unless the step is skipped."""
-        old, found_inf = local_rows(old), getattr(self, "found_inf", None)
-        old.copy_(new if found_inf is None else torch.where(found_inf != 0, old, new))
+        old = local_rows(old)
+        old.copy_(new if self.found_inf is None else torch.where(self.found_inf != 0, old, new))
 
 
 def over_shards(x: Tensor, weight: Tensor) -> Tensor:

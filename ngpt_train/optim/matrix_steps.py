@@ -12,12 +12,7 @@ and a placement:
     free       W <- (1 - lr lambda) W - lr s u                    s: `adjustment`
     ball       W <- R Norm(W - lr R Norm(u)),  R = |W|_F          Hyperball (arXiv 2606.16899)
 
-| optim.name | direction | placement |
-|---|---|---|
-| muon | muon | free |
-| normuon | normuon | free |
-| adamh | adam | ball |
-| muonh | muon | ball |
+MATRIX_STEPS in config/sections/optim.py has the direction and the placement of each optim.name.
 
 torch.optim.Muon documents B <- mu B + G and computes the form above. Both have one direction, and NS sees no length.
 """

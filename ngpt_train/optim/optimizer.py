@@ -24,11 +24,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 def build_optimizer(
     model: Decoder, groups: list[ParameterGroup], config: OptimConfig, mesh: DeviceMesh | None = None
-) -> torch.optim.Optimizer:
+) -> FusedAdam:
     """The optimizer over all of `model`'s parameters, `optim.name`.
 
-    groups: name the parameters as `model.named_parameters()` does, each parameter in one group. Moments have the
-    weights' dtype, fp32.
+    groups: name the parameters as `model.named_parameters()` does, each in one group. Moments are fp32, as weights.
 
     Where the Triton kernel of Adam runs (`kernels.dispatch`) the optimizer is RowAdam. It also projects the rows and,
     where matrix products are in bf16, writes the matrices' bf16 copies, except under FSDP2, which casts its shards
@@ -83,7 +82,7 @@ def lr_factors(groups: Sequence[ParameterGroup], config: Config) -> list[float]:
 
 def factor_of_rule(config: Config) -> float:
     """The rate of all parameters / optim.lr, by optim.lr_rule; `config` is resolved. A size that optim.reference lacks
-    counts as the run's."""
+    is the run's."""
     if config.optim.lr_rule == "none":
         return 1.0
     reference, depth = config.optim.reference, config.model.n_layers

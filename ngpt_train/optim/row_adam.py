@@ -5,7 +5,6 @@ The pass may write a bf16 copy of the matrix too, which saves the next forward p
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,13 +20,10 @@ from ngpt_train.optim.fused_adam import FusedAdam
 class RowAdam(FusedAdam):
     """torch's fused Adam or AdamW, but for a matrix, `(rows, d)`: its step is `kernels.adam.adam_rows_`.
 
-    groups: torch's parameter groups; each has matrices alone or vectors alone. constraints: for each group, where the
-    step leaves the rows of its matrices. with_bf16_copy: linears with a bf16 copy, which the optimizer rewrites with
-    each step; `self.copies` makes the copies when it first lends them. options: for torch.optim.Adam.
-
-    State and groups have the keys of torch's Adam, so that a checkpoint of either loads into the other. That is why
-    `constraints` is an attribute and no key of a group. There is no collective: FSDP2 shards matrices by whole rows,
-    and a rank moves its own rows. `grad_scale` and `found_inf` are as in torch's fused optimizers.
+    groups: each has matrices alone or vectors alone. constraints: for each group, where the step leaves the rows of its
+    matrices; an attribute and no key of a group, because torch's Adam has no such key. with_bf16_copy: linears with a
+    bf16 copy, which the optimizer rewrites with each step; `self.copies` makes the copies when it first lends them.
+    options: for torch.optim.Adam. FSDP2 shards matrices by whole rows, so a rank moves its own, without a collective.
     """
 
     def __init__(
@@ -46,29 +42,24 @@ class RowAdam(FusedAdam):
             assert constraint == "free" or matrices == {True}
             assert group["decoupled_weight_decay"] or not group["weight_decay"]  # the kernel has AdamW's decay alone
 
-    def _init_group(self, group: dict[str, Any], *found: list[Tensor]) -> bool:
-        """Leaves the matrices out of torch's step."""
-        vectors = [parameter for parameter in group["params"] if parameter.ndim != 2]
-        return super()._init_group(group | {"params": vectors}, *found)
+    def moved_by_torch(self, parameter: Tensor) -> bool:
+        return parameter.ndim != 2
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Moves all parameters that have a gradient, and their moments. Takes no closure."""
         assert closure is None
         super().step()  # of the vectors
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        grad_scale, found_inf = self.grad_scale, self.found_inf
         for group, constraint in zip(self.param_groups, self.constraints, strict=True):
-            matrices = [parameter for parameter in group["params"] if parameter.ndim == 2]
-            # Parameters, gradients, exp_avg, exp_avg_sq, torch's maxima of amsgrad, steps.
-            lists: tuple[list[Tensor], ...] = ([], [], [], [], [], [])
-            super()._init_group(group | {"params": matrices}, *lists)
-            *tensors, _, steps = lists
-            if not steps:
+            matrices = self.states(group, [parameter for parameter in group["params"] if parameter.ndim == 2])
+            if not matrices:
                 continue
+            steps = [step for *_, step in matrices]
             # A list of tensors: given one tensor, torch would wait for the device to read its value.
             torch._foreach_add_(steps, 1 if found_inf is None else [1 - found_inf] * len(steps))
             lr, (beta1, beta2), eps, decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
-            for weight, *of_weight, step in zip(*tensors, steps, strict=True):
+            for weight, *of_weight, step in matrices:
                 # Only a valid copy is written and then declared valid: in a skipped step the kernel leaves the copy as
                 # it was, and an outdated copy must not become valid.
                 copy = self.copies.current(weight)
@@ -78,18 +69,10 @@ class RowAdam(FusedAdam):
                     self.copies.declare_valid(weight, copy)
 
 
-@dataclass
-class _Copy:
-    values: Tensor  # (rows, d) bf16
-    master: Tensor  # the fp32 matrix, detached; holding it keeps its memory from other tensors
-    version: int  # torch's version count of the matrix when `values` was written
-
-
 class WorkingCopies:
     """A bf16 copy of the matrix of each linear, lent to the linears during a training step.
 
-    Outside of `lent` the linears have no copy, so that evaluation, checkpoints and code that changes a model need not
-    know of them.
+    Outside of `lent` the linears have no copy, so that evaluation and checkpoints need not know of them.
 
     A copy is valid while its matrix keeps its memory and torch's version count. torch does not count writes through
     `.data`, NumPy, a collective or its own fused optimizers. So a step uses the copies of an earlier step only if its
@@ -98,15 +81,14 @@ class WorkingCopies:
 
     def __init__(self, linears: Sequence[FusedLinear]) -> None:
         self.linears = list(linears)
-        self._copies: dict[Tensor, _Copy] = {}
+        # By matrix: its copy (rows, d) bf16; the matrix detached, which keeps its memory from other tensors; and
+        # torch's version count of the matrix when the copy was written.
+        self._copies: dict[Tensor, tuple[Tensor, Tensor, int]] = {}
 
     @contextmanager
     def lent(self, untouched: bool) -> Iterator[None]:
-        """While the body runs, each linear has its copy as `bf16_copy`.
-
-        untouched: the caller promises that nothing has written to the matrices since the last step unseen by torch.
-        Then valid copies are lent as they are; otherwise all are made anew.
-        """
+        """While the body runs, each linear has its copy as `bf16_copy`. untouched: the caller promises that nothing has
+        written to the matrices since the last step unseen by torch; else all copies are made anew."""
         try:
             for linear in self.linears:
                 matrix = linear.matrix
@@ -122,11 +104,12 @@ class WorkingCopies:
 
     def current(self, matrix: Tensor) -> Tensor | None:
         """The copy of `matrix`, `(rows, d)` bf16; None where there is no valid one."""
-        copy = self._copies.get(matrix)
-        valid = copy is not None and copy.master.is_set_to(matrix) and copy.version == matrix._version
-        return copy.values if copy is not None and valid else None
+        if matrix not in self._copies:
+            return None
+        copy, master, version = self._copies[matrix]
+        return copy if master.is_set_to(matrix) and version == matrix._version else None
 
-    def declare_valid(self, matrix: Tensor, values: Tensor) -> None:
-        """Makes `values` the copy of `matrix`, valid until torch counts the next write to `matrix`."""
+    def declare_valid(self, matrix: Tensor, copy: Tensor) -> None:
+        """Makes `copy` the copy of `matrix`, valid until torch counts the next write to `matrix`."""
         # A detached tensor shares the parameter's version count, but keeps its memory if the parameter gets another.
-        self._copies[matrix] = _Copy(values, matrix.detach(), matrix._version)
+        self._copies[matrix] = copy, matrix.detach(), matrix._version

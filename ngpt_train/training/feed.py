@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,18 +27,14 @@ AUTO_MICRO_TOKENS = 16_384
 
 
 def resolve_micro_rows(config: Config, world_size: int) -> int:
-    """`train.micro_rows` with auto resolved: the number of rows in one forward pass of one rank.
-
-    Raises ConfigError if batch_rows is not a whole number of micro batches on every rank.
-    """
+    """`train.micro_rows` with auto resolved: the number of rows in one forward pass of one rank. Raises ConfigError if
+    batch_rows is not a whole number of micro batches on every rank."""
     batch_rows, micro_rows = config.train.rows_per_step, config.train.micro_rows
     if batch_rows % world_size:
         below = batch_rows // world_size * world_size
         near = " or ".join(str(rows) for rows in (below, below + world_size) if rows)
-        raise ConfigError(
-            f"train.batch_rows={batch_rows}: {world_size} ranks cannot share it evenly. "
-            f"Use a multiple of {world_size}, for example train.batch_rows={near}."
-        )
+        problem = f"train.batch_rows={batch_rows}: {world_size} ranks cannot share it evenly"
+        raise ConfigError(f"{problem}. Use a multiple of {world_size}, for example train.batch_rows={near}.")
     rank_rows = batch_rows // world_size
     possible = divisors(rank_rows)
     if micro_rows == AUTO:
@@ -86,11 +83,9 @@ class Feed(Iterator["tuple[list[list[Tensor]], Position]"]):
         arrays, position = next(self._loader)
         # Before the ids leave the host: on the device only an assertion could end the run, without a message.
         self._check(arrays)
-        micro_batches = [[torch.from_numpy(part) for part in batch] for batch in arrays]
-        if self._copies is None:
-            return _Step(_on_device(micro_batches, self._device), position, copied=None)
-        with torch.cuda.stream(self._copies):
-            return _Step(_on_device(micro_batches, self._device), position, copied=self._copies.record_event())
+        with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
+            batches = [[to_device(torch.from_numpy(part), self._device) for part in batch] for batch in arrays]
+            return _Step(batches, position, None if self._copies is None else self._copies.record_event())
 
     def _check(self, micro_batches: list[Batch]) -> None:
         for _, _, *doc_ids in micro_batches:
@@ -108,10 +103,6 @@ class _Step(NamedTuple):
     micro_batches: list[list[Tensor]]
     position: Position
     copied: torch.cuda.Event | None  # reached when the batches are on the device
-
-
-def _on_device(micro_batches: list[list[Tensor]], device: torch.device) -> list[list[Tensor]]:
-    return [[to_device(part, device) for part in batch] for batch in micro_batches]
 
 
 def to_device(part: Tensor, device: torch.device) -> Tensor:

@@ -39,8 +39,7 @@ class Guards:
     Everything is on the device, so that no step waits for it, and the same on every rank.
 
     A spike is a loss above the median of the earlier losses by `spike_height` deviations. The deviation is estimated
-    from the differences of successive losses, because these stay small while the loss falls. A checkpoint holds the
-    losses.
+    from the differences of successive losses, which stay small while the loss falls. A checkpoint holds the losses.
     """
 
     def __init__(self, config: GuardsConfig, device: torch.device) -> None:

@@ -25,11 +25,9 @@ STEP = "step"  # `doing` of the step itself, for `during`
 
 
 class Hook:
-    """Does something at some moments of a run, and nothing at the others.
-
-    Every rank has the same hooks in the same order, so a moment may be a collective call. Reading from the device waits
-    for it and slows the step down: read only where `run.rests`, or after steps for which `waits` is true.
-    """
+    """Does something at some moments of a run, and nothing at the others. Every rank has the same hooks in the same
+    order, so a moment may be a collective call. Reading from the device waits for it and slows the step down: read only
+    where `run.rests`, or after steps for which `waits` is true."""
 
     def around(self, run: TrainingRun) -> AbstractContextManager[Any]:
         """Everything from `start` to `finish` happens inside."""
@@ -47,8 +45,7 @@ class Hook:
         return False
 
     def after_step(self, run: TrainingRun) -> None:
-        """The step is taken. A hook sets `run.saving` to have it saved, and `run.reason`, on every rank, to end the run
-        after it, saved."""
+        """After the step. A hook sets `run.saving` to save it; `run.reason`, on every rank, to end the run, saved."""
 
     def check(self, run: TrainingRun) -> None:
         """Before the step is saved. Raises the error that ends the run if the state is not worth a checkpoint."""
@@ -135,15 +132,10 @@ class TrainingRun:
         return {"kind": kind, "step": self.step, "tokens": int(self.state.tokens), **self.spent()}
 
     def spent(self) -> Record:
-        """train_seconds: wall time in training steps and waits for data, without validations and checkpoints.
-
-        flops: of all steps so far by the usual convention (models/decoder.py). Skipped steps and padding count.
-        """
-        tokens, context = self.step * self.tokens_per_step, self.state.config.model.context
-        return {
-            "train_seconds": self.state.train_seconds,
-            "flops": float(tokens * self.state.model.flops_per_token(context)),
-        }
+        """train_seconds: wall time in training steps and waits for data, without validations and checkpoints. flops: of
+        all steps so far by the usual convention (models/decoder.py). Skipped steps and padding count."""
+        flops = self.state.model.flops_per_token(self.state.config.model.context) * self.step * self.tokens_per_step
+        return {"train_seconds": self.state.train_seconds, "flops": float(flops)}
 
     @property
     def tokens_per_step(self) -> int:
@@ -177,10 +169,8 @@ class StoppedWaitingError(RuntimeError):
 
 
 def train(run: TrainingRun) -> str | None:
-    """Trains from state.step to train.steps, or to train.stop_at, or until a hook sets `run.reason`.
-
-    Returns why the run stopped early; None at the planned end. Errors of hooks pass; raises DeviceMemoryError.
-    """
+    """Trains from state.step to train.steps, or to train.stop_at, or until a hook sets `run.reason`. Returns why the
+    run stopped early; None at the planned end. Errors of hooks pass; raises DeviceMemoryError."""
     with run.around():
         run.at("start")
         while run.step < run.last and run.reason is None:
@@ -233,8 +223,7 @@ def take_step(run: TrainingRun) -> bool:
 
 
 def save_while_waiting(run: TrainingRun) -> None:
-    """Saves the last step after a wait for rows has ended, unless it and the one before were skipped, or a rollback is
-    due."""
+    """Saves the last step after a wait for rows, unless it and the one before were skipped, or a rollback is due."""
     run.reason = run.stop.reason
     run.skipped = int(run.state.guards.skipped_in_a_row)
     run.saving = run.result is not None and run.skipped < 2 and not run.state.guards.bad_step()

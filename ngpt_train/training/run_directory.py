@@ -26,7 +26,7 @@ from ngpt_train.core.log import say_once
 from ngpt_train.data.dataset import Dataset
 from ngpt_train.distributed.layouts import resolve_kind
 from ngpt_train.models.weights import standard_deviations
-from ngpt_train.training.checkpoint.catalogue import VALIDATION, candidates, find_checkpoint, list_checkpoints, step_of
+from ngpt_train.training.checkpoint.catalogue import VALIDATION, find_checkpoint, list_checkpoints, step_of
 from ngpt_train.training.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -67,37 +67,28 @@ class RunDirectory:
 
     def check(self, config: Config, data: Dataset | None = None) -> Path | None:
         """Checks, without writing, that `config` may use the directory; returns the checkpoint to resume from, if any.
-
         data: None before it is open. Raises ConfigError or DataError if the directory is in use, has other files than a
-        run's, or holds a run with another config or on other data.
-        """
+        run's, or holds a run with another config or on other data."""
         name = f"run.name={config.run.name}"
         self._check_place(config)
         self._check_entries(name)
-        if not self.used and not self._other_files():
-            return _no_checkpoint(config, self.checkpoints)
         if not self.used:
-            raise ConfigError(
-                f"{name}: {self.path} exists and is not the directory of a run. Choose another run.name or run.root."
-            )
+            if not self._has_other_files():
+                return _no_checkpoint(config, self.checkpoints)
+            problem = f"{name}: {self.path} exists and is not the directory of a run"
+            raise ConfigError(f"{problem}. Choose another run.name or run.root.")
         if self._lock.is_taken():
-            raise ConfigError(
-                f"{name}: {self._lock.holder()} is training in {self.path}. "
-                "Wait for it, stop it, or choose another run.name."
-            )
+            problem = f"{name}: {self._lock.holder()} is training in {self.path}"
+            raise ConfigError(f"{problem}. Wait for it, stop it, or choose another run.name.")
         stored = read_yaml(self.path / "config.yaml")
         if self._overwrites(config):
             return _no_checkpoint(config, self.checkpoints)
         if config.run.resume == "never":
-            raise ConfigError(
-                f"run.resume=never: {self.path} holds a run. Choose another run.name, "
-                "or run.overwrite=true to delete it."
-            )
+            problem = f"run.resume=never: {self.path} holds a run"
+            raise ConfigError(f"{problem}. Choose another run.name, or run.overwrite=true to delete it.")
         if "imported" in self._last_start():
-            raise DataError(
-                f"{name} is an imported model: it has weights, and no training to go on with. Start another run with "
-                f"run.init_from={self.path} run.name=..."
-            )
+            problem = f"{name} is an imported model: it has weights, and no training to go on with"
+            raise DataError(f"{problem}. Start another run with run.init_from={self.path} run.name=...")
         if data is not None:
             self._check_data(name, data)  # before check_resume, which would report another model.vocab_size instead
         check_resume(stored, config)
@@ -106,8 +97,17 @@ class RunDirectory:
         return found[-1] if found else _no_checkpoint(config, self.checkpoints)
 
     def candidates(self, config: Config) -> list[Path]:
-        """The checkpoints for this start. Raises DataError if the checkpoint of run.resume_step is not there."""
-        return candidates(self.checkpoints, self._named_step(config))
+        """The complete checkpoints for this start, oldest first; with run.resume_step the one of that step alone.
+        Raises DataError if it is not there."""
+        found, step = {step_of(path): path for path in list_checkpoints(self.checkpoints)}, self._named_step(config)
+        if step is None:
+            return list(found.values())
+        if step not in found:
+            raise DataError(
+                f"run.resume_step={step}: there is no complete checkpoint of this step in {self.checkpoints} (there "
+                f"are: {', '.join(map(str, found)) or 'none'}). Name one of them, or leave it out."
+            )
+        return [found[step]]
 
     def _named_step(self, config: Config) -> int | None:
         """run.resume_step for the first start of a job; None for its restarts."""
@@ -127,9 +127,7 @@ class RunDirectory:
 
     def _overwrites(self, config: Config) -> bool:
         """True if this start deletes the run: run.overwrite is for the first start of a job, not for its restarts.
-
-        Raises ConfigError where a restart cannot be told from a new job.
-        """
+        Raises ConfigError where a restart cannot be told from a new job."""
         if not config.run.overwrite:
             return False
         if nameless_on_many_hosts():
@@ -147,8 +145,7 @@ class RunDirectory:
         return False
 
     def _check_saved(self, name: str, found: list[Path]) -> None:
-        """Raises DataError if a checkpoint was saved and all are gone. Warns if the last one is gone, and of each
-        incomplete one."""
+        """Raises DataError if all saved checkpoints are gone. Warns if the last one is, and of incomplete ones."""
         saved = self._record().get("saved")
         complete = list_checkpoints(self.checkpoints)
         for path in sorted(self.checkpoints.glob("step_*")) if self.checkpoints.is_dir() else []:
@@ -189,9 +186,8 @@ class RunDirectory:
             problem = "cannot be written" if nearest.is_dir() else "is a file, not a directory"
         except OSError as error:  # a name that is too long
             nearest, problem = self.path, f"cannot be used ({error.strerror})"
-        raise ConfigError(
-            f"run.root={config.run.root}, run.name={config.run.name}: {nearest} {problem}. Choose another place."
-        )
+        keys = f"run.root={config.run.root}, run.name={config.run.name}"
+        raise ConfigError(f"{keys}: {nearest} {problem}. Choose another place.")
 
     def _check_entries(self, name: str) -> None:
         """Raises DataError where a file or directory of the run is a link or of another kind. `checkpoints` may be a
@@ -212,21 +208,18 @@ class RunDirectory:
         self, config: Config, start: dict[str, Any], checkpoint: Path | None, damaged: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
         """Locks the directory for this process and writes config.yaml and run.json; returns this start's entry in
-        run.json. Rank 0 calls it, after `check`.
+        run.json, which is `start` and more. Rank 0 calls it, after `check`.
 
-        start: versions, device, world size, fingerprints of this start. checkpoint: the newest sound one.
-        damaged: {name: problem} of newer checkpoints, which are renamed. Raises ConfigError if the directory cannot be
-        written, or if another process has used it since `check`.
+        checkpoint: the newest sound one. damaged: {name: problem} of newer checkpoints, which are renamed. Raises
+        ConfigError if the directory cannot be written, or if another process has used it since `check`.
         """
         damaged = damaged or {}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.create()
         except OSError as error:
-            raise ConfigError(
-                f"run.root={config.run.root}: {self.path} cannot be written "
-                f"({error.strerror}). Choose another run.root."
-            ) from None
+            problem = f"run.root={config.run.root}: {self.path} cannot be written ({error.strerror})"
+            raise ConfigError(f"{problem}. Choose another run.root.") from None
         try:
             self._lock.take()
         except BlockingIOError:
@@ -265,13 +258,11 @@ class RunDirectory:
 
     def _put_aside(self, name: str, why: str) -> Path:
         """Renames a checkpoint to WHY-NAME, so that no start takes it and nothing deletes it; returns its path."""
-        aside = self.checkpoints / f"{why}-{name}"
-        number = 1
+        aside, number = self.checkpoints / f"{why}-{name}", 1
         while aside.exists():
             number += 1
             aside = self.checkpoints / f"{why}-{name}-{number}"
-        (self.checkpoints / name).rename(aside)
-        return aside
+        return (self.checkpoints / name).rename(aside)
 
     def saved(self, step: int) -> None:
         """Notes in run.json that a checkpoint of `step` is complete, so that its loss is noticed. Rank 0 calls it."""
@@ -288,9 +279,7 @@ class RunDirectory:
 
     def finish(self, code: int, reason: str, step: int, rank: int) -> None:
         """Writes exit code, reason, step and rank into exit.json, because torchrun hides the exit codes of its workers.
-
-        The rank that fails first writes its reason. Later failures of other ranks follow from it and are not written.
-        """
+        Of several ranks that fail the first writes: later failures follow from it."""
         if code and (self.path / "exit.json").exists():
             return
         try:
@@ -302,11 +291,9 @@ class RunDirectory:
     def release(self) -> None:
         self._lock.release()
 
-    def _other_files(self) -> list[str]:
-        """The names of the files here, without the leftovers of a start that was killed at once."""
-        if not self.path.exists():
-            return []
-        return [entry.name for entry in self.path.iterdir() if entry.name not in _LEFT_BY_A_KILLED_START]
+    def _has_other_files(self) -> bool:
+        """True if there are files beside the leftovers of a start that was killed at once."""
+        return self.path.exists() and any(entry.name not in _LEFT_BY_A_KILLED_START for entry in self.path.iterdir())
 
     def kernels(self) -> dict[str, Any] | None:
         """The findings about kernels from the last start on a GPU; None if there was no such start."""
@@ -321,9 +308,8 @@ class RunDirectory:
         known = isinstance(last, dict) and all(isinstance(last.get(name), str) for name in _IDENTITY)
         if known and type(record.get("saved", 0)) is int:
             return record
-        raise DataError(
-            f"{path} is damaged: it does not say how the run began. Restore it, or choose another run.name."
-        )
+        problem = f"{path} is damaged: it does not say how the run began"
+        raise DataError(f"{problem}. Restore it, or choose another run.name.")
 
     def _last_start(self) -> dict[str, Any]:
         return self._record()["starts"][-1]
@@ -332,10 +318,8 @@ class RunDirectory:
 def _no_checkpoint(config: Config, checkpoints: Path) -> Path | None:
     """Returns None. Raises DataError if run.resume=must requires a checkpoint."""
     if config.run.resume == "must":
-        raise DataError(
-            f"run.resume=must: there is no checkpoint in {checkpoints}. "
-            "Check run.name and run.root, or use run.resume=auto to start anew."
-        )
+        problem = f"run.resume=must: there is no checkpoint in {checkpoints}"
+        raise DataError(f"{problem}. Check run.name and run.root, or use run.resume=auto to start anew.")
     return None
 
 
@@ -363,13 +347,10 @@ def origin(device: torch.device) -> dict[str, Any]:
     lines = text_of(Path("/proc/cpuinfo")).splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     name = next(names, platform.processor() or platform.machine())
+    versions = {"ngpt_train": ngpt_train.__version__, "torch": torch.__version__, "python": platform.python_version()}
     return {
         "git_commit": git_commit(),
-        "versions": {
-            "ngpt_train": ngpt_train.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
         "cpu": f"{name}, {torch.backends.cpu.get_cpu_capability()}",
     }
@@ -380,9 +361,7 @@ def initial_checkpoint(config: Config) -> Path | None:
     if config.run.init_from is None:
         return None
     checkpoint = find_checkpoint("run.init_from", config.run.init_from)
-    stored = read_yaml(checkpoint / "config.yaml").model
-    if differing := differing_weights(stored, config.model):
-        raise DataError(
-            f"run.init_from={config.run.init_from}: the weights are of another model.\n  " + "\n  ".join(differing)
-        )
+    if differing := differing_weights(read_yaml(checkpoint / "config.yaml").model, config.model):
+        problem = f"run.init_from={config.run.init_from}: the weights are of another model."
+        raise DataError("\n  ".join([problem, *differing]))
     return checkpoint

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ngpt_train.config.schema import Config
     from ngpt_train.distributed.world import World
     from ngpt_train.models.decoder import Decoder
+    from ngpt_train.optim.fused_adam import FusedAdam
     from ngpt_train.training.step import StepResult
 
 
@@ -38,11 +39,8 @@ class Interval:
 
     def __init__(self, device: torch.device, clip_norm: float | None) -> None:
         self._clip_norm = clip_norm
-        counts = ("n_targets", "n_skipped", "n_clipped")
-        self._sums = {
-            "loss_sum": torch.zeros((), dtype=torch.float64, device=device),  # nats
-            **{name: torch.zeros((), dtype=torch.int64, device=device) for name in counts},
-        }
+        dtypes = {"loss_sum": torch.float64} | dict.fromkeys(("n_targets", "n_skipped", "n_clipped"), torch.int64)
+        self._sums = {name: torch.zeros((), dtype=dtype, device=device) for name, dtype in dtypes.items()}
         self._n_steps = 0
 
     def add(self, result: StepResult) -> None:
@@ -55,12 +53,9 @@ class Interval:
             self._sums["n_clipped"] += (result.grad_norm > self._clip_norm) & ~result.skipped
 
     def read(self) -> dict[str, float | None]:
-        """The fields of a train record. Waits for the device.
-
-        loss_mean: mean cross-entropy in nats over all targets, without skipped steps; NaN if there are no targets.
-        Every target has the same weight, as in the loss of a step. clipped: clipped steps / steps; None without
-        clipping. Skipped steps do not count as clipped.
-        """
+        """The fields of a train record. Waits for the device. loss_mean: mean cross-entropy in nats over all targets,
+        without skipped steps; NaN if there are no targets. Every target has the same weight, as in the loss of a step.
+        clipped: clipped steps / steps; None without clipping. Skipped steps do not count as clipped."""
         sums = {name: value.item() for name, value in self._sums.items()}
         counts = self._clip_norm is not None and self._n_steps
         return {
@@ -77,8 +72,7 @@ class Interval:
         return {**{name: value.item() for name, value in self._sums.items()}, "n_steps": self._n_steps}
 
     def load_state_dict(self, stored: Mapping[str, Any]) -> None:
-        """stored: from `state_dict`. Earlier versions did not count clipped steps and steps: then the share covers the
-        steps since the resume."""
+        """stored: from `state_dict`. Earlier versions had no counts: their share covers the steps since the resume."""
         for name, value in self._sums.items():
             value.fill_(stored.get(name, 0))
         self._n_steps = stored.get("n_steps", 0)
@@ -92,7 +86,7 @@ class TrainState:
     world: World
     model: Decoder
     forward: nn.Module  # a training step calls it: the model, or DDP around the model
-    optimizer: torch.optim.Optimizer
+    optimizer: FusedAdam
     lr_factors: list[float]  # one for each group of the optimizer: its rate / the rate of the step
     micro_rows: int  # rows per rank in one forward pass
     step: int  # optimizer steps completed
@@ -142,9 +136,7 @@ def check_kernels(config: Config, world: World, stored: Mapping[str, Any] | None
 
 def build_state(config: Config, world: World | None = None) -> TrainState:
     """The state at step 0. Without `world` it joins the current process group, or torchrun's if there is none yet.
-
-    Raises ConfigError if the config does not fit the number of ranks or the devices, or if vocab_size is still `auto`.
-    """
+    Raises ConfigError if the config does not fit the ranks or the devices, or if vocab_size is `auto`."""
     world = world or join_world(config)
     if world.device.type == "cpu":
         keep_freed_memory()
@@ -177,10 +169,8 @@ def build_state(config: Config, world: World | None = None) -> TrainState:
 
 def keep_freed_memory() -> None:
     """Makes glibc's malloc keep freed memory for this process, which takes the same blocks again in the next step.
-
     Otherwise the large blocks go back to the system, which clears every page anew: 6 to 9 % of the CPU time of a
-    compiled step in bf16 (docs/benchmarks/step.md). Nothing changes without glibc.
-    """
+    compiled step in bf16 (docs/benchmarks/step.md). Nothing changes without glibc."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "gnu_get_libc_version"):
         m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
         libc.mallopt(m_trim_threshold, -1)  # never

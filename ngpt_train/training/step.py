@@ -123,9 +123,7 @@ def dropout_seeds(
     state: TrainState, sizes: Sequence[int], rows: Tensor | None = None
 ) -> Sequence[Mapping[str, Tensor]]:
     """For each micro batch the model's argument `seeds`, for the dropout of its rows; none for a model without dropout.
-
-    sizes: the number of rows of each micro batch of this rank. rows: as for `train_step`.
-    """
+    sizes: the number of rows of each micro batch of this rank. rows: as for `train_step`."""
     if not state.config.model.uses_dropout:
         return [{}] * len(sizes)
     n = sum(sizes)
@@ -141,11 +139,8 @@ def forward_and_backward(
     loss_factor: Tensor,
     untouched: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Both passes over each of this rank's micro batches: the gradients of loss_factor times the summed loss.
-
-    batches: on the device. seeds: from `dropout_seeds`. loss_factor: 0-dim fp64. untouched: as for `train_step`.
-    Returns the cross-entropy and the z-loss, each summed over this rank's targets: 0-dim fp64, in nats.
-    """
+    """Both passes over this rank's micro batches, which are on the device: the gradients of loss_factor (0-dim fp64)
+    times the summed loss. Returns the sums of cross-entropy and z-loss over this rank's targets: 0-dim fp64, nats."""
     if state.config.train.cuda_graphs:
         hold_gradients(state.model)
     loss_sum = torch.zeros((), dtype=torch.float64, device=state.world.device)
@@ -163,8 +158,7 @@ def forward_and_backward(
 
 
 def update_weights_(state: TrainState, grad_norm: Tensor, skipped: Tensor, lr: float) -> None:
-    """The optimizer's step, the projection, the cap on its angle and the moving average. In a skipped step none of them
-    changes a bit."""
+    """The optimizer's step, the projection, the angle's cap and the moving average. A skipped step changes no bit."""
     if state.ema is not None and state.step == 0:  # weights may have been loaded since it was made
         state.ema.begin()
     cap = state.config.optim.angle_cap
@@ -182,18 +176,17 @@ def apply_gradients(state: TrainState, grad_norm: Tensor, skipped: Tensor, lr: f
     """Clips the gradients and takes the optimizer's step, in one pass over memory. Then drops the gradients, or zeroes
     them if CUDA graphs hold them.
 
-    torch's fused optimizers divide gradients by `grad_scale`, and if `found_inf` is 1 they change neither weights nor
-    moments nor the step count; they have both for GradScaler. Here `grad_scale` clips, by the factor of
-    clip_grad_norm_, and undoes the loss scale, without a separate pass, and `found_inf` skips a step without the host
-    waiting for the device.
+    torch's fused optimizers divide gradients by `grad_scale`, and if `found_inf` is 1 they change nothing. Here
+    `grad_scale` clips, by the factor of clip_grad_norm_, and undoes the loss scale in the same pass, and `found_inf`
+    skips a step without a wait of the host.
     """
     optimizer = state.optimizer
     clip_norm = state.config.optim.clip_norm
     scale = None if clip_norm is None else ((grad_norm + 1e-6) / clip_norm).clamp(min=1.0).to(torch.float32)
     if state.loss_scale is not None:
         scale = state.loss_scale.value if scale is None else scale * state.loss_scale.value
-    optimizer.grad_scale = scale  # type: ignore[attr-defined]
-    optimizer.found_inf = skipped.to(torch.float32)  # type: ignore[attr-defined]
+    optimizer.grad_scale = scale
+    optimizer.found_inf = skipped.to(torch.float32)
     for group, factor in zip(optimizer.param_groups, state.lr_factors, strict=True):
         group["lr"] = lr * factor
     optimizer.step()

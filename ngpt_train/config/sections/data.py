@@ -46,16 +46,11 @@ class DataConfig:
         choices=("embedded", "local", "tokens", "openwebtext", "hf", "mixture"),
     )
     path: Union[str, None] = key(
-        None,
-        "File, directory or glob of the text (local); directory of shards, or Megatron's file without .bin (tokens).",
+        None, "File, directory or glob of text (local); directory of shards or Megatron's file without .bin (tokens)."
     )
     repo: Union[str, None] = key(None, "hf: the data set on the hub, as OWNER/NAME.")
-    revision: Union[str, None] = key(
-        None, "hf: commit, branch or tag; null is the newest commit. What it was is kept with the run."
-    )
-    split: str = key(
-        "train", "hf: the split that is read: files with its name as a word of their path; all where no file names one."
-    )
+    revision: Union[str, None] = key(None, "hf: commit, branch or tag; null: the newest commit, which the run keeps.")
+    split: str = key("train", "hf: the split: files with its name as a word of their path; all where none has one.")
     files: Union[str, None] = key(
         None, "hf: glob of the files that are read in place of a split, such as sample/10BT/*; a * matches / as well."
     )
@@ -72,9 +67,7 @@ class DataConfig:
         choices=(AUTO, "next_token", "prefix_continuation", "masked", "label", "translation"),
     )
     mask_keep: float = key(0.1, "masked: share of the predicted tokens that the model reads.", minimum=0, maximum=1)
-    mask_random: float = key(
-        0.1, "masked: share of the predicted tokens for which it reads a random token.", minimum=0, maximum=1
-    )
+    mask_random: float = key(0.1, "masked: share of the predicted tokens read as a random one.", minimum=0, maximum=1)
     mask_words: bool = key(False, "masked: whole words are predicted, or not; a word begins with white space.")
     text_field: str = key(
         "text",
@@ -88,9 +81,7 @@ class DataConfig:
         None, "Field or column with the translation of data.text_field, which an encoder-decoder learns to write."
     )
     task: Union[str, None] = key(None, "Name of the task, for the names of its runs.")
-    labels: Union[list[str], None] = key(
-        None, "The labels, in the order of the model's classes; null: a label is a number."
-    )
+    labels: Union[list[str], None] = key(None, "The labels, in the order of the classes; null: a label is a number.")
     val_fraction: float = key(
         0.02,
         "Share of the documents held out for validation, chosen by a hash of the document. `evaluate` alone takes 1: "
@@ -110,9 +101,7 @@ class DataConfig:
         minimum=0,
         maximum=1,
     )
-    keep_empty: bool = key(
-        False, "An empty document is kept, as an eos: where each is a line of a text. Prepared text alone."
-    )
+    keep_empty: bool = key(False, "Empty documents stay, as an eos, where each is a line. Prepared text alone.")
     pack: str = key(
         "concat",
         "How documents fill rows. concat: one after the other, cut where a row ends; best_fit: none is cut that fits "
@@ -120,32 +109,19 @@ class DataConfig:
         choices=("concat", "best_fit"),
     )
     document_mask: bool = key(False, "No attention across documents of a row, and positions begin anew with each.")
-    streaming: BoolOrAuto = key(
-        AUTO, "Tokenize while training instead of preparing all text before; auto: for data sets of the hub."
-    )
+    streaming: BoolOrAuto = key(AUTO, "Tokenize while training, not all text before; auto: for data sets of the hub.")
     streams: int = key(
-        192,
-        "Virtual streams that the rows of streamed text come from; any number of ranks reads them.",
-        minimum=1,
-        maximum=65536,
+        192, "Virtual streams that rows of streamed text come from, on any number of ranks.", minimum=1, maximum=65536
     )
-    open_shards: int = key(
-        4, "Shards that streams draw from at a time: how far text is shuffled.", minimum=1, maximum=65536
-    )
-    workers: int = key(
-        1, "Processes of each rank that tokenize streamed text; 0 tokenizes in the trainer.", minimum=0, maximum=256
-    )
-    prefetch: int = key(
-        4, "Blocks of some 65,536 tokens that each worker may be ahead of the trainer.", minimum=1, maximum=4096
-    )
+    open_shards: int = key(4, "Shards that streams draw from: how far text is shuffled.", minimum=1, maximum=65536)
+    workers: int = key(1, "Processes of a rank that tokenize streamed text; 0: in the trainer.", minimum=0, maximum=256)
+    prefetch: int = key(4, "Blocks of some 65,536 tokens that a worker may be ahead.", minimum=1, maximum=4096)
     on_bad_shard: str = key(
         "raise",
         "A streamed shard that is faulty: raise stops with its name; skip goes on without it and says so.",
         choices=("raise", "skip"),
     )
-    cache_gb: float = key(
-        50.0, "Decoded text of streamed shards that data.cache holds at most, in GB.", above=0, maximum=1_000_000
-    )
+    cache_gb: float = key(50.0, "GB of decoded shards that data.cache holds at most.", above=0, maximum=1_000_000)
     fetch_minutes: float = key(
         10.0, "Minutes that fetching a shard may take, retries included, before the run ends.", above=0, maximum=100_000
     )
@@ -166,10 +142,7 @@ class DataConfig:
     )
 
     prepare_workers: IntOrAuto = key(
-        AUTO,
-        "Processes that tokenize text for shards, which they do not change; auto: one for each CPU.",
-        minimum=1,
-        maximum=1024,
+        AUTO, "Processes that tokenize text for shards, which stay the same; auto: one a CPU.", minimum=1, maximum=1024
     )
 
     @property

@@ -27,8 +27,7 @@ NEAR = 2.0
 
 
 def found_for(row: Mapping[int, Any], optimizer: str) -> dict[int, Any]:
-    """The contexts and entries of one scale that were found for an optimizer. Of an entry that names none it is Adam,
-    with decay or without."""
+    """The contexts and entries of one scale for an optimizer; an entry that names none is for Adam and AdamW."""
     wanted = ADAMS if optimizer in ADAMS else (optimizer,)
     listed = {context: x if isinstance(x, list) else [{"lr": x}] for context, x in row.items()}
     found = {context: [x for x in entries if x.get("optim", "adam") in wanted] for context, entries in listed.items()}

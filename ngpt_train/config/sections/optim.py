@@ -39,9 +39,7 @@ class GroupsConfig:
         None, "Of input embeddings and learned positions; null is optim.lr.", above=0, maximum=1000
     )
     output: Union[float, None] = key(None, "Of the output embedding; null is optim.lr.", above=0, maximum=1000)
-    vector: Union[float, None] = key(
-        None, "Of gains, biases and scale vectors; null is optim.lr.", above=0, maximum=1000
-    )
+    vector: Union[float, None] = key(None, "Of gains, biases, scale vectors; null is optim.lr.", above=0, maximum=1000)
 
     def chosen(self) -> list[str]:
         """The keys that are set."""
@@ -164,8 +162,7 @@ class OptimConfig:
             self.lr, self.lr_source = self.from_table(config)
 
     def from_table(self, config: Config) -> tuple[float, str]:
-        """The learning rate of lr_table for a config whose batch is resolved, and where it is from. Raises ConfigError
-        where there is none."""
+        """The rate of lr_table for a config whose batch is resolved, and where it is from. Raises ConfigError."""
         row = self.row_of(config.scale.name)
         if not row:
             scales = ", ".join(scale for scale in self.lr_table if self.row_of(scale))
@@ -276,10 +273,7 @@ class ScheduleConfig:
         0.0, "Learning rate that cosine, linear, wsd and log end at; the others take only 0.", minimum=0, maximum=1000
     )
     final_share: Union[float, None] = key(
-        None,
-        "schedule.final_lr as a share of optim.lr, for example 0.1, so that it follows a rate that is tuned.",
-        minimum=0,
-        maximum=1,
+        None, "schedule.final_lr as a share of optim.lr, such as 0.1, to follow a tuned rate.", minimum=0, maximum=1
     )
     decay_fraction: float = key(0.2, "wsd: last part of train.steps that decays.", above=0, maximum=1)
     rho: float = key(

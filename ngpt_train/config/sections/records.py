@@ -71,8 +71,7 @@ class EvalConfig:
     )
 
     def resolve(self, config: Config, origins: Mapping[str, Origin]) -> None:
-        """eval.rows and eval.tokens both set the size of a validation: keeps the key that was set last. Raises
-        ConfigError."""
+        """Keeps the one of eval.rows and eval.tokens that was set last. Raises ConfigError."""
         names = "eval.rows eval.tokens"
         if self.rows is None and self.tokens is None:
             raise report_together(config, (names, "no validation set", "Set one, for example eval.rows=64"), origins)
@@ -190,16 +189,13 @@ class WandbConfig:
     )
     notes: Union[str, None] = key(None, "A text about the run, for wandb's page of it.")
     timeout: float = key(
-        20.0,
-        "Seconds that wandb has to start, else it goes offline, and to finish; the run trains meanwhile.",
-        **SECONDS,
+        20.0, "Seconds for wandb to start, else it goes offline, and to finish; the run trains meanwhile.", **SECONDS
     )
 
     @property
     def used_mode(self) -> str:
-        """online, offline or disabled. What leaves the machine leaves it because somebody asked for it: `auto` is
-        online only where the environment has WANDB_MODE, or a project or a team is named; a key alone asks for
-        nothing."""
+        """online, offline or disabled. What leaves the machine does so because somebody asked: `auto` is online only
+        where WANDB_MODE is set, or a project or team is named; a key alone asks for nothing."""
         if self.mode != AUTO:
             return self.mode
         if asked := os.environ.get("WANDB_MODE"):

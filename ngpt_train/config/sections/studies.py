@@ -63,16 +63,11 @@ class SlurmConfig:
     partition: Union[str, None] = key(None, "Partition of the jobs; null is the cluster's own choice.")
     account: Union[str, None] = key(None, "Account that pays; null is the user's own.")
     time: int = key(
-        240,
-        "Minutes that a job may take. A run that needs more saves, and its job is queued again.",
-        minimum=15,
-        maximum=100_000,
+        240, "Minutes of a job. A run that needs more saves, and its job is queued again.", minimum=15, maximum=100_000
     )
     gpus: int = key(1, "GPUs of a run; 0 trains on CPUs.", minimum=0, maximum=64)
     cpus: int = key(8, "CPU cores of a run.", minimum=1, maximum=10_000)
-    memory: Union[int, None] = key(
-        None, "GiB of memory of a run; null is the cluster's own choice.", minimum=1, maximum=100_000
-    )
+    memory: Union[int, None] = key(None, "GiB of memory; null: the cluster's own choice.", minimum=1, maximum=100_000)
     arguments: list[str] = key(
         [], "Further options of sbatch without the dashes, such as [qos=high,constraint=a100,exclusive]."
     )
@@ -127,9 +122,7 @@ class StudyConfig(VerbKeys):
         "nGPT gains with Muon less what it gains with AdamW.",
         table=Table(_problem_of_interactions, "{muon: [ngpt_muon, gpt_muon, ngpt_adam, gpt_adamw]}", _IN_YAML),
     )
-    max_points: int = key(
-        9, "Most values of a key that an arm tries at a budget. 1: no tuning.", minimum=1, maximum=1000
-    )
+    max_points: int = key(9, "Most values of a key an arm tries at a budget. 1: no tuning.", minimum=1, maximum=1000)
     refine: Union[bool, None] = key(
         None,
         "Also try the rates of the factor's root around the best one: where the parabola through the losses has its "
@@ -170,9 +163,7 @@ class StudyConfig(VerbKeys):
         minimum=0,
         maximum=1000,
     )
-    prompt: Union[str, None] = key(
-        None, "Text that the best run of each arm continues when the study is complete; null: none."
-    )
+    prompt: Union[str, None] = key(None, "Text that each arm's best run continues at the study's end; null: none.")
     dry_run: bool = key(False, "Only print the table of runs, tokens, FLOPs and hours.")
 
 
@@ -222,9 +213,7 @@ class AuditConfig(VerbKeys):
     """Whether a run's records are what its config, code and data give (`audit RUN`)."""
 
     run: Union[str, None] = key(None, "The run directory; `audit RUN` sets it. null: none.")
-    windows: int = key(
-        3, "Parts of the run that are trained again at most, drawn at random.", minimum=1, maximum=10_000
-    )
+    windows: int = key(3, "Most parts of the run that are trained again, drawn at random.", minimum=1, maximum=10_000)
     steps: int = key(100, "Steps of each part at most; it begins at step 0 or at a kept checkpoint.", **COUNT)
     seed: Union[int, None] = key(
         None, "Which parts are drawn. null: nobody knows before; the certificate has the number.", **SEED

@@ -108,9 +108,7 @@ class TrainConfig:
 
     steps: int = key(500, "Optimizer steps of the whole schedule.", **COUNT)
     stop_at: Union[int, None] = key(None, "Stop after this step without changing the schedule.", **COUNT)
-    batch_rows: Union[int, None] = key(
-        None, "Rows per optimizer step over all ranks; set this or batch_tokens.", **ROWS
-    )
+    batch_rows: Union[int, None] = key(None, "Rows per step over all ranks; set this or batch_tokens.", **ROWS)
     batch_tokens: Union[int, None] = key(
         None,
         "Tokens per optimizer step over all ranks, a multiple of model.context; replaces batch_rows.",
@@ -118,9 +116,7 @@ class TrainConfig:
         maximum=10_000_000_000,
     )
     micro_rows: IntOrAuto = key(
-        AUTO,
-        "Rows per rank in one forward pass; auto is the largest divisor of the rank's rows within 16,384 tokens.",
-        **ROWS,
+        AUTO, "Rows per rank in a forward pass; auto: the largest divisor of its rows within 16,384 tokens.", **ROWS
     )
     device: str = key(AUTO, "auto takes the GPU if there is one.", choices=(AUTO, "cpu", "cuda"))
     precision: str = key(

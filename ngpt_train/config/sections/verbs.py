@@ -45,9 +45,7 @@ WEIGHTS = "The trained weights, or their moving average, which a run keeps with 
 class CheckpointKeys(VerbKeys):
     """The keys of the verbs that read one checkpoint: `evaluate`, `generate` and `export`."""
 
-    checkpoint: Union[str, None] = key(
-        None, "Run directory (its newest checkpoint), checkpoint directory, or RUN/best."
-    )
+    checkpoint: Union[str, None] = key(None, "Run directory (its newest checkpoint), checkpoint directory or RUN/best.")
     average: int = key(1, AVERAGE, minimum=1, maximum=1000)
     weights: str = key("trained", WEIGHTS, choices=("trained", "ema"))
 
@@ -70,9 +68,7 @@ class LengthConfig:
     """The loss by context and by position on whole documents of data.* (`evaluate`, in place of the validation)."""
 
     contexts: Union[list[int], None] = key(
-        None,
-        "Tokens that the model reads at most, such as [1024,2048,4096,8192,16384,32768]; null: no such evaluation.",
-        **COUNT,
+        None, "Tokens that the model reads at most, such as [1024,4096,16384]; null: no such evaluation.", **COUNT
     )
     stride: Union[int, None] = key(
         None,
@@ -97,11 +93,8 @@ class LengthConfig:
         idle += ["rope"] if self.rope != ["none"] else []
         if self.contexts is None and idle:
             keys = " ".join(f"evaluate.length.{name}" for name in idle)
-            yield (
-                f"{keys} evaluate.length.contexts",
-                "no such evaluation",
-                "Name contexts, as in [1024], or leave it out",
-            )
+            fix = "Name contexts, as in [1024], or leave it out"
+            yield f"{keys} evaluate.length.contexts", "no such evaluation", fix
         if not self.rope or not set(self.rope) <= {"none", "linear", "ntk"}:
             yield "evaluate.length.rope", "not a list of none, linear and ntk", "For example [none,ntk]"
         if self.contexts is not None and self.stride is not None and self.stride > min(self.contexts):
@@ -173,10 +166,7 @@ class GenerateConfig(CheckpointKeys):
         None, "Sample among the fewest tokens whose probability reaches p; null: all.", above=0, maximum=1
     )
     min_p: Union[float, None] = key(
-        None,
-        "Sample among the tokens at least this times as probable as the most probable one; null: all.",
-        minimum=0,
-        maximum=1,
+        None, "Sample tokens at least this times as probable as the most probable one; null: all.", minimum=0, maximum=1
     )
     repetition_penalty: float = key(
         1.0,
@@ -193,9 +183,7 @@ class GenerateConfig(CheckpointKeys):
         "and \\\\ a backslash. null: none.",
     )
     seed: int = key(0, "Seed of the sampling, the same for each prompt.", **SEED)
-    cache: bool = key(
-        True, "Keep the keys and values of earlier tokens; false computes the whole text again for each token."
-    )
+    cache: bool = key(True, "Keep the keys and values of earlier tokens; false computes all again for each token.")
     overflow: str = key(
         "slide",
         "Where a text outgrows model.context. slide: the model sees the last model.context tokens, which are computed "
@@ -219,12 +207,7 @@ class GenerateConfig(CheckpointKeys):
 
     def check_texts(self) -> None:
         """Raises ConfigError for keys that exclude each other, and for files that cannot be used."""
-        asked = {
-            "generate.prompt": bool(self.prompt),
-            "generate.prompts": self.prompts is not None,
-            "generate.interactive": self.interactive,
-        }
-        given = [name for name, is_given in asked.items() if is_given]
+        given = [f"generate.{name}" for name in ("prompt", "prompts", "interactive") if getattr(self, name)]
         prompts, out = (None if file is None else Path(file).expanduser() for file in (self.prompts, self.out))
         if len(given) > 1:
             raise mistake(f"{', '.join(given)}: prompts from several places", "Keep one of them")
@@ -291,9 +274,7 @@ class AnalyzeConfig(_Checkpoints):
     )
     average: int = key(1, AVERAGE, minimum=1, maximum=1000)
     weights: str = key("trained", WEIGHTS, choices=("trained", "ema"))
-    rows: int = key(
-        64, "Validation rows of a run's own data that gradients and statistics of batches are measured on.", **ROWS
-    )
+    rows: int = key(64, "Validation rows of a run's own data for gradients and statistics of batches.", **ROWS)
     batch_rows: int = key(8, "Rows of each batch whose statistics are compared with the running ones.", **ROWS)
 
 
@@ -304,15 +285,12 @@ class ProbeConfig(_Checkpoints):
     verb, numbers, most = "probe", "probe.json", 2
 
     checkpoints: Union[list[str], None] = key(
-        None,
-        "One or two run directories, checkpoint directories or RUN/best, such as [runs/gpt,runs/ngpt]. null: none.",
+        None, "One or two runs, checkpoint directories or RUN/best, such as [runs/gpt,runs/ngpt]. null: none."
     )
     out: Union[str, None] = key(None, "Directory for probe.json and page.html; null prints a summary only.")
     average: int = key(1, AVERAGE, minimum=1, maximum=1000)
     weights: str = key("trained", WEIGHTS, choices=("trained", "ema"))
-    show: int = key(
-        10, "Rows to show: those where two models differ most, or with one model those it finds hardest.", **COUNT
-    )
+    show: int = key(10, "Rows to show: where two models differ most, or one model's hardest.", **COUNT)
 
 
 @dataclass
@@ -331,12 +309,8 @@ class ExportConfig(CheckpointKeys):
         choices=(AUTO, *LAYOUTS),
     )
     dtype: str = key("fp32", "Of the written weights, to which they are rounded.", choices=("fp32", "bf16", "fp16"))
-    max_shard_gb: float = key(
-        5.0, "A file of weights has at most so many GB (1e9 bytes); more are split.", above=0, maximum=1e6
-    )
-    rows: int = key(
-        4, "Rows of random ids by which the written model is compared with the checkpoint.", minimum=1, maximum=1000
-    )
+    max_shard_gb: float = key(5.0, "Most GB (1e9 bytes) of a file of weights; more are split.", above=0, maximum=1e6)
+    rows: int = key(4, "Rows of random ids that compare written model and checkpoint.", minimum=1, maximum=1000)
 
     def refused(self, config: Config) -> Iterator[Conflict]:
         yield from super().refused(config)

@@ -3,12 +3,11 @@
 A pass over a model on torch's meta device, which computes nothing, is enough.
 """
 
-import dataclasses
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -24,36 +23,29 @@ class Call:
     """A call of a kernel, without its values. All of it is JSON."""
 
     kernel: str  # its name in `kernels.dispatch`
-    shape: tuple[int, ...]  # of the first tensor
+    shape: list[int]  # of the first tensor
     dtype: str  # of the first tensor, such as "bfloat16"
-    stride: tuple[int, ...] | None = None  # of the first tensor, None: contiguous
-    options: tuple[tuple[str, Any], ...] = ()  # names and values, by name
+    stride: list[int] | None = None  # of the first tensor, None: contiguous
+    options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, kernel: str, first: Tensor, **options: Any) -> Self:
         """A call of `kernel`. first: its first tensor."""
-        stride = None if first.is_contiguous() or 0 in first.stride() else tuple(first.stride())
-        return cls(kernel, tuple(first.shape), name_of(first), stride, tuple(sorted(options.items())))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        found = json.loads(text)
-        stride = None if found["stride"] is None else tuple(found["stride"])
-        options = tuple((name, value) for name, value in found["options"])
-        return cls(found["kernel"], tuple(found["shape"]), found["dtype"], stride, options)
+        stride = None if first.is_contiguous() or 0 in first.stride() else list(first.stride())
+        return cls(kernel, list(first.shape), name_of(first), stride, dict(sorted(options.items())))
 
     def json(self) -> str:
-        """One line; equal calls have equal lines."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+        """One line, of the arguments that make this call; equal calls have equal lines."""
+        return json.dumps(vars(self), sort_keys=True)
 
     def __hash__(self) -> int:
-        return hash(self.json())  # options may be lists
+        return hash(self.json())
 
     def __getitem__(self, option: str) -> Any:
-        return dict(self.options)[option]
+        return self.options[option]
 
     def __str__(self) -> str:
-        options = ", ".join(f"{name}={value}" for name, value in self.options)
+        options = ", ".join(f"{name}={value}" for name, value in self.options.items())
         return f"{self.kernel} {'x'.join(map(str, self.shape))} {self.dtype}{f' ({options})' if options else ''}"
 
 
@@ -72,15 +64,9 @@ def of_rotary(qkv: QKV, rope: Rope, normalized: bool = False, scale: Tensor | No
 
 
 def of_linear_cross_entropy(
-    h: Tensor,
-    matrix: Tensor,
-    targets: Tensor,
-    scale: Tensor | None = None,
-    z_loss: float = 0.0,
-    label_smoothing: float = 0.0,
-    soft_cap: float = 0.0,
-    *_: Any,
-) -> Call:
+    h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None = None, z_loss: float = 0.0,
+    label_smoothing: float = 0.0, soft_cap: float = 0.0, *_: Any,
+) -> Call:  # fmt: skip
     options = {"scaled": scale is not None, "z_loss": z_loss, "label_smoothing": label_smoothing}
     options |= {"soft_cap": soft_cap} if soft_cap else {}
     return Call.of("linear_cross_entropy", h, vocabulary=len(matrix), matrix=name_of(matrix), **options)
@@ -105,11 +91,8 @@ def of_adam(
 
 @contextmanager
 def recorded(documents: bool) -> Iterator[Counter[Call]]:
-    """Inside a `with`, counts the calls of Triton kernels and of attention.
-
-    documents: True if a mask of attention separates documents, which may have a kernel of their own. `dispatch` chooses
-    the kernels.
-    """
+    """Inside a `with`, counts the calls of Triton kernels and of attention. documents: True if a mask of attention
+    separates documents, which may have a kernel of their own. `dispatch` chooses the kernels."""
     calls: Counter[Call] = Counter()
 
     def see(name: str, on_triton: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,11 +1,11 @@
 """Inputs for a recorded call, the same each time, and its formula.
 
-Widths, strides, dtypes and options are the call's. Rows are fewer where all would need too much memory: a kernel treats
-all rows alike.
+Widths, strides, dtypes and options are the call's. Rows are fewer where all would need too much memory.
 """
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,9 +64,7 @@ class Draw:
         """A learned scale `(size,)`."""
         return (around * (1 + 0.3 * self.normal(size))).requires_grad_()
 
-    def activations(
-        self, shape: tuple[int, ...], dtype: str, stride: tuple[int, ...] | None, size: float = 1.0
-    ) -> Tensor:
+    def activations(self, shape: Sequence[int], dtype: str, stride: Sequence[int] | None, size: float = 1.0) -> Tensor:
         """Values of about `size` that get a gradient. dtype: such as "bfloat16"; stride: None is contiguous."""
         values = (size * self.normal(*shape)).to(getattr(torch, dtype))
         if stride is not None:
@@ -82,13 +80,18 @@ class Draw:
 
 
 def case_of(call: Call, device: torch.device, kernels: bool = True, every_token: bool = False) -> Comparison:
-    """The comparison of a call of a fused operation.
-
-    kernels: True if Triton's run, which round less than PyTorch. every_token: the loss, too, takes all tokens.
-    """
+    """The comparison of a call of a fused operation. kernels: True if Triton's run, which round less than PyTorch.
+    every_token: the loss, too, takes all tokens."""
     if call.kernel == "linear_cross_entropy":
         return cross_entropy_case(call, Draw(device), every_token)
-    return CASES[call.kernel](call, Draw(device), kernels)
+    operation, form, inputs, timed = CASES[call.kernel](call, Draw(device))
+    # Gradients by sums over tokens: the kernels sum fp32 values, plain PyTorch rounds some to the activations' dtype.
+    tolerance = (VECTOR_TOLERANCE if kernels else MATRIX_TOLERANCE)[getattr(torch, call.dtype)]
+    return Comparison(str(call), form(operation), form(operation.formula), inputs, tolerance, timed)
+
+
+# An operation, its form for a comparison, what draws its inputs, and the form to be timed if that is another.
+Case = tuple[dispatch.Operation[..., Any], Callable[[Callable[..., Any]], Operation], Callable[[], Inputs], Any]
 
 
 def errors_of_call(call: Call, device: torch.device) -> dict[str, Error]:
@@ -99,7 +102,7 @@ def errors_of_call(call: Call, device: torch.device) -> dict[str, Error]:
     return errors_of(case, case.draw())
 
 
-def sphere_step_case(call: Call, draw: Draw, kernels: bool) -> Comparison:
+def sphere_step_case(call: Call, draw: Draw) -> Case:
     shape, d = fitting(call.shape), call.shape[-1]
 
     def inputs() -> Inputs:
@@ -115,11 +118,10 @@ def sphere_step_case(call: Call, draw: Draw, kernels: bool) -> Comparison:
 
         return step
 
-    ours, exact = on_sphere(sphere_step.sphere_step), on_sphere(sphere_step.sphere_step.formula)
-    return Comparison(str(call), ours, exact, inputs, tolerance_of_sums(call, kernels))
+    return sphere_step.sphere_step, on_sphere, inputs, None
 
 
-def swiglu_case(call: Call, draw: Draw, kernels: bool) -> Comparison:
+def swiglu_case(call: Call, draw: Draw) -> Case:
     shape, m = fitting(call.shape), call.shape[-1] // 2
 
     def inputs() -> Inputs:
@@ -130,11 +132,10 @@ def swiglu_case(call: Call, draw: Draw, kernels: bool) -> Comparison:
     def one_output(function: Callable[..., Tensor]) -> Operation:
         return lambda *inputs: (function(*inputs),)
 
-    ours, exact = one_output(swiglu.swiglu), one_output(swiglu.swiglu.formula)
-    return Comparison(str(call), ours, exact, inputs, tolerance_of_sums(call, kernels))
+    return swiglu.swiglu, one_output, inputs, None
 
 
-def rotary_case(call: Call, draw: Draw, kernels: bool) -> Comparison:
+def rotary_case(call: Call, draw: Draw) -> Case:
     B, T, width = fitting(call.shape)
     options = rotary.Options(*call["options"])
     D = width // (options.n_heads + 2 * options.n_kv_heads)
@@ -156,14 +157,13 @@ def rotary_case(call: Call, draw: Draw, kernels: bool) -> Comparison:
 
         return step
 
-    ours, exact = in_heads(rotary.rotary), in_heads(rotary.rotary.formula)
-    return Comparison(str(call), ours, exact, inputs, tolerance_of_sums(call, kernels))
+    return rotary.rotary, in_heads, inputs, None
 
 
 def cross_entropy_case(call: Call, draw: Draw, every_token: bool) -> Comparison:
     """Two chunks of tokens, or all with every_token: products in fp64 are slow on many GPUs."""
     d, V, z_loss, smoothing = call.shape[-1], call["vocabulary"], call["z_loss"], call["label_smoothing"]
-    cap = float(dict(call.options).get("soft_cap", 0.0))
+    cap = float(call.options.get("soft_cap", 0.0))
     n_tokens = torch.Size(call.shape[:-1]).numel()
     n_tokens = n_tokens if every_token else min(HEAD_TOKENS, n_tokens)
     parts = min(n_tokens, max(8, n_tokens // PART))
@@ -196,7 +196,7 @@ def cross_entropy_case(call: Call, draw: Draw, every_token: bool) -> Comparison:
     return Comparison(str(call), ours, exact, inputs, tolerance, timed=loss, chunks=parts)
 
 
-def adam_case(call: Call, draw: Draw, kernels: bool) -> Comparison:
+def adam_case(call: Call, draw: Draw) -> Case:
     (rows, d), betas = fitting(call.shape), call["betas"]
 
     def inputs() -> Inputs:
@@ -227,25 +227,13 @@ def adam_case(call: Call, draw: Draw, kernels: bool) -> Comparison:
         adam.adam_rows_(w, g, m1, m2, t, 1e-3, betas[0], betas[1], eps, decay, constraint, None, None)
         return w, m1, m2
 
-    ours, exact = stepped(adam.adam_rows_), stepped(adam.adam_rows_.formula)
-    return Comparison(str(call), ours, exact, inputs, tolerance_of_sums(call, kernels), timed=timed)
+    return adam.adam_rows_, stepped, inputs, timed
 
 
-CASES: dict[str, Callable[[Call, Draw, bool], Comparison]] = {
-    "sphere_step": sphere_step_case,
-    "swiglu": swiglu_case,
-    "rotary": rotary_case,
-    "adam": adam_case,
-}
+CASES = {"sphere_step": sphere_step_case, "swiglu": swiglu_case, "rotary": rotary_case, "adam": adam_case}
 
 
-def tolerance_of_sums(call: Call, kernels: bool) -> float:
-    """Tolerance of gradients by sums over tokens. The kernels sum fp32 values; plain PyTorch rounds some values to the
-    activations' dtype before."""
-    return (VECTOR_TOLERANCE if kernels else MATRIX_TOLERANCE)[getattr(torch, call.dtype)]
-
-
-def fitting(shape: tuple[int, ...]) -> tuple[int, ...]:
+def fitting(shape: Sequence[int]) -> Sequence[int]:
     """The shape, cut to MOST_ELEMENTS: fewer rows, then fewer tokens of one row. The width stays."""
     first, *rest = shape
     of_one = torch.Size(rest).numel()
@@ -253,14 +241,12 @@ def fitting(shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
     if of_one <= MOST_ELEMENTS or len(rest) < 2:
         return (max(1, MOST_ELEMENTS // of_one), *rest)
-    return (1, *fitting(tuple(rest)))
+    return (1, *fitting(rest))
 
 
 def times_of_call(call: Call, device: torch.device, compiled: bool) -> tuple[float, float]:
     """Microseconds of the kernel, and of plain PyTorch in its place, for one call: medians of measurements in turn.
-
-    compiled: True if the model's blocks are compiled.
-    """
+    compiled: True if the model's blocks are compiled."""
     case = case_of(call, device, every_token=True)
     ours = case.timed or case.ours
     inputs = case.draw()
@@ -284,11 +270,8 @@ def times_of_call(call: Call, device: torch.device, compiled: bool) -> tuple[flo
 
 
 def errors_of_attention(call: Call, draw: Draw) -> dict[str, Error]:
-    """The errors of the output and of the gradients of q, k and v, by name.
-
-    All of a call runs. The first and the last head of the first and the last row are compared with softmax(scale q k^T)
-    v written out, which does not fit into memory for all.
-    """
+    """The errors of the output and of the gradients of q, k and v, by name. All of a call runs. The first and the last
+    head of the first and the last row are compared with the formula written out, which has no room for all."""
     B, T, H, D = call.shape
     S, H_kv = call["keys"]
     dtype, scale = getattr(torch, call.dtype), call["scale"]

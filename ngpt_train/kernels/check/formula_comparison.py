@@ -147,10 +147,8 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
 
 
 def seconds_on_gpu(run: Callable[[], object], calls: int) -> float:
-    """Seconds that the GPU takes for one call of `run`; a mean of `calls`.
-
-    The GPU sleeps while the host launches the kernels, so that it never waits for the host.
-    """
+    """Seconds that the GPU takes for one call of `run`; a mean of `calls`. The GPU sleeps while the host launches the
+    kernels, so that it never waits for the host."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     torch.cuda._sleep(SLEEP_CYCLES)

@@ -1,7 +1,6 @@
 """The findings of checks: made in processes of their own, because a kernel may crash one or hang, and kept on disk.
 
-A process is `__main__.py` beside this file. The next start need not check again: the key of what is kept has everything
-that may change it.
+A process is `__main__.py` beside this file. The key of what is kept has everything that may change it.
 """
 
 import contextlib
@@ -24,7 +23,7 @@ import torch
 import ngpt_train
 from ngpt_train.core.checkout import git_commit
 from ngpt_train.core.errors import DataError
-from ngpt_train.core.files import read_json, write_json
+from ngpt_train.core.files import read_json, text_of, write_json
 from ngpt_train.kernels.check.calls import Call
 from ngpt_train.kernels.dispatch import interpreted
 
@@ -176,9 +175,8 @@ def triton_version() -> str | None:
 
 def driver() -> str | None:
     """The driver's version; None if it is unknown."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0].strip()
-    return nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader", "--id=0").strip() or None
+    of_kernel = text_of(Path("/proc/driver/nvidia/version")).partition("\n")[0]
+    return of_kernel or nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader", "--id=0").strip() or None
 
 
 def nvidia_smi(*arguments: str) -> str:

@@ -27,31 +27,12 @@ def minus_expm1(x):
 
 @triton.jit
 def adam_rows_kernel(
-    weight,  # (rows, d) fp32, as the moments
-    gradient,  # (rows, d) fp32, bf16 or fp16, any strides
-    exp_avg,
-    exp_avg_sq,
-    copy,  # (rows, d) bf16, or None
-    step,
-    lr,  # a number, or a pointer to one
-    grad_scale,  # a pointer or None
-    found_inf,  # a pointer or None
-    floor,  # of the projection, a number; None: rows are free
-    rows,
-    d,
-    gradient_row,
-    gradient_column,
-    beta2,
-    share1,  # 1 - beta1, computed in fp64: in fp32, 1 - 0.999 has four correct digits
-    share2,
-    log_beta1,
-    log_beta2,
-    eps,
-    weight_decay,
-    LR_ON_DEVICE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    weight, gradient, exp_avg, exp_avg_sq, copy, step, grad_scale, found_inf, floor, rows, d, gradient_row,
+    gradient_column, lr, beta2, share1, share2, log_beta1, log_beta2, eps, weight_decay,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """copy, grad_scale and found_inf may be None, and floor where rows are free. share1 is 1 - beta1, computed in fp64:
+    in fp32, 1 - 0.999 has four correct digits."""
     if found_inf is not None:  # noqa: SIM102 - `and` would load from None
         if tl.load(found_inf) != 0:
             return
@@ -66,8 +47,6 @@ def adam_rows_kernel(
 
     if grad_scale is not None:
         g = g / tl.load(grad_scale)
-    if LR_ON_DEVICE:
-        lr = tl.load(lr).to(tl.float32)
     t = tl.load(step)
     m += share1 * (g - m)
     v = beta2 * v + share2 * g * g
@@ -94,52 +73,20 @@ def geometry(d: int) -> tuple[int, int, int]:
 
 @torch.library.custom_op("ngpt_train::adam_rows_", mutates_args=("weight", "exp_avg", "exp_avg_sq", "copy"))
 def adam_rows_(
-    weight: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    copy: Tensor | None,
-    step: Tensor,
-    lr: float,
-    lr_on_device: Tensor | None,  # 0-dim fp32; replaces lr where it is not None
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    floor: float | None,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
+    weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, copy: Tensor | None, step: Tensor,
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, floor: float | None,
+    grad_scale: Tensor | None, found_inf: Tensor | None,
+) -> None:  # fmt: skip
     rows, d = weight.shape
     if weight.numel() == 0:  # FSDP2 may leave a rank without a row
         return
     rows_each, columns, num_warps = geometry(d)
+    log_beta1, log_beta2 = (math.log(beta) if beta else -math.inf for beta in (beta1, beta2))
     adam_rows_kernel[(triton.cdiv(rows, rows_each),)](
-        weight,
-        gradient,
-        exp_avg,
-        exp_avg_sq,
-        copy,
-        step,
-        lr if lr_on_device is None else lr_on_device,
-        grad_scale,
-        found_inf,
-        floor,
-        rows,
-        d,
-        *gradient.stride(),
-        beta2,
-        1 - beta1,
-        1 - beta2,
-        math.log(beta1) if beta1 else -math.inf,
-        math.log(beta2) if beta2 else -math.inf,
-        eps,
-        weight_decay,
-        LR_ON_DEVICE=lr_on_device is not None,
-        ROWS=rows_each,
-        COLUMNS=columns,
-        num_warps=num_warps,
-    )
+        weight, gradient, exp_avg, exp_avg_sq, copy, step, grad_scale, found_inf, floor, rows, d, *gradient.stride(),
+        lr, beta2, 1 - beta1, 1 - beta2, log_beta1, log_beta2, eps, weight_decay,
+        ROWS=rows_each, COLUMNS=columns, num_warps=num_warps,
+    )  # fmt: skip
 
 
 adam_rows_.register_fake(lambda *_: None)

@@ -21,20 +21,9 @@ def capped(z, soft_cap):
 
 @triton.jit
 def cross_entropy_kernel(
-    logits_ptr,
-    targets_ptr,
-    losses_ptr,
-    z_terms_ptr,
-    smoothing_ptr,
-    n_vocab,
-    stride,
-    z_loss,
-    label_smoothing,
-    soft_cap,
-    ignored: tl.constexpr,
-    gradient: tl.constexpr,
-    block: tl.constexpr,
-):
+    logits_ptr, targets_ptr, losses_ptr, z_terms_ptr, smoothing_ptr, n_vocab, stride, z_loss, label_smoothing, soft_cap,
+    ignored: tl.constexpr, gradient: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     """One program per row. Columns from n_vocab to stride are padding, which the gradient overwrites with 0.
 
     z_terms_ptr is None where z_loss is 0, smoothing_ptr where label_smoothing is 0, soft_cap where there is none."""
@@ -87,16 +76,9 @@ def cross_entropy_kernel(
 
 
 def cross_entropy_(
-    logits: Tensor,
-    targets: Tensor,
-    losses: Tensor,
-    z_terms: Tensor,
-    smoothing: Tensor,
-    z_loss: float,
-    label_smoothing: float,
-    soft_cap: float,
-    gradient: bool,
-) -> None:
+    logits: Tensor, targets: Tensor, losses: Tensor, z_terms: Tensor, smoothing: Tensor,
+    z_loss: float, label_smoothing: float, soft_cap: float, gradient: bool,
+) -> None:  # fmt: skip
     """Writes the cross-entropies of logits `(N, V)` to losses `(N,)` fp32, z_loss * logsumexp^2 to z_terms and
     label_smoothing * (target's logit - mean logit) to smoothing, fp32 `(N,)` or empty where their option is 0, and, if
     gradient, dz over the logits.
@@ -106,19 +88,9 @@ def cross_entropy_(
     n_rows, n_vocab = logits.shape
     assert logits.stride(1) == targets.stride(0) == losses.stride(0) == z_terms.stride(0) == smoothing.stride(0) == 1
     assert losses.dtype == z_terms.dtype == smoothing.dtype == torch.float32
+    block = min(BLOCK, triton.next_power_of_2(n_vocab))
     cross_entropy_kernel[(n_rows,)](
-        logits,
-        targets,
-        losses,
-        z_terms if z_loss else None,
-        smoothing if label_smoothing else None,
-        n_vocab,
-        logits.stride(0),
-        z_loss,
-        label_smoothing,
-        soft_cap or None,
-        ignored=IGNORED,
-        gradient=gradient,
-        block=min(BLOCK, triton.next_power_of_2(n_vocab)),
-        num_warps=NUM_WARPS,
-    )
+        logits, targets, losses, z_terms if z_loss else None, smoothing if label_smoothing else None,
+        n_vocab, logits.stride(0), z_loss, label_smoothing, soft_cap or None,
+        ignored=IGNORED, gradient=gradient, block=block, num_warps=NUM_WARPS,
+    )  # fmt: skip

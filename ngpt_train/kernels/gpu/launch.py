@@ -15,10 +15,8 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def programs(rows: int, column_blocks: int, warps_per_sm: int, num_warps: int, device: torch.device) -> int:
-    """Programs that share `rows` for each block of columns: about as many as run at once, at most one per row.
-
-    Each goes through many rows, so that it reads the scale vector once and writes one partial sum of its gradient.
-    """
+    """Programs that share `rows` for each block of columns: about as many as run at once, at most one per row. Each
+    goes through many rows, so that it reads the scale vector once and writes one partial sum of its gradient."""
     if device.type == "cpu":
         return min(rows, INTERPRETED)
     processors = torch.cuda.get_device_properties(device).multi_processor_count

@@ -224,12 +224,8 @@ def rotary_forward(
 
 
 @rotary_forward.register_fake
-def _(
-    qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None,
-    n_heads: int, n_kv_heads: int, interleaved: bool, normalized: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    B, T = qkv.shape[:2]
-    D = 2 * cos.shape[-1]
+def _(qkv, cos, sin, scale, n_heads, n_kv_heads, *_):
+    (B, T), D = qkv.shape[:2], 2 * cos.shape[-1]
     return qkv.new_empty((B, T, n_heads, D)), qkv.new_empty((B, T, n_kv_heads, D))
 
 
@@ -256,20 +252,15 @@ def rotary_backward(
 
 
 @rotary_backward.register_fake
-def _(
-    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None,
-    n_heads: int, n_kv_heads: int, interleaved: bool, normalized: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _(dq, dk, dv, qkv, cos, sin, scale, *_):
     d_scale = qkv.new_empty((0 if scale is None else scale.shape[0],), dtype=torch.float32)
     return qkv.new_empty(qkv.shape), d_scale
 
 
 def blocks_of(n_heads: int, n_kv_heads: int, D: int) -> tuple[dict[str, int], int, int, int]:
-    """HEADS and PAIRS of a program's tile, warps of a program, number of tiles for q, and number of tiles for k.
-
-    A program has 1, 2 or 4 warps. HEADS is chosen so that the tiles have the fewest rows without a head; among equals
-    the largest, because every program reads the angles again.
-    """
+    """HEADS and PAIRS of a program's tile, warps of a program, number of tiles for q, and number of tiles for k. A
+    program has 1, 2 or 4 warps. HEADS is chosen so that the tiles have the fewest rows without a head; among equals the
+    largest, because every program reads the angles again."""
     pairs = triton.next_power_of_2(D // 2)
     sizes = [max(1, warps * PAIRS_PER_WARP // pairs) for warps in range(MOST_WARPS, 0, -1) if warps != 3]
     tiles = {heads: (triton.cdiv(n_heads, heads), triton.cdiv(n_kv_heads, heads)) for heads in sizes}

@@ -1,8 +1,7 @@
 """Triton kernels of the step on the sphere; the formulas are in kernels/sphere_step.py.
 
 Forward reads h and x and writes h': 6 bytes per element in bf16. Backward reads h, x and the two gradients of h',
-computes h' again, and writes dh and dx: 12 bytes. Each program sums the gradient of alpha over its rows, and torch adds
-these sums.
+computes h' again, and writes dh and dx: 12 bytes. Each program sums the gradient of alpha over its rows; torch adds up.
 """
 
 import torch
@@ -41,10 +40,8 @@ def _(h: Tensor, x: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def sphere_step_backward(
     g: Tensor, g_too: Tensor | None, h: Tensor, x: Tensor, alpha: Tensor, r_x: Tensor, r_u: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dh and dx, in the shapes and dtypes of h and x, and dalpha `(D,)` in fp32.
-
-    g + g_too is the gradient of h' (see HiddenState); g_too None is 0. r_x, r_u: from the forward pass.
-    """
+    """dh and dx, in the shapes and dtypes of h and x, and dalpha `(D,)` in fp32. g + g_too is the gradient of h' (see
+    HiddenState); g_too None is 0. r_x, r_u: from the forward pass."""
     h_rows, x_rows, g_rows = as_rows(h), as_rows(x), as_rows(g)
     too_rows = g_rows if g_too is None else as_rows(g_too)
     N, D = h_rows.shape
@@ -62,9 +59,7 @@ def sphere_step_backward(
 
 
 @sphere_step_backward.register_fake
-def _(
-    g: Tensor, g_too: Tensor | None, h: Tensor, x: Tensor, alpha: Tensor, r_x: Tensor, r_u: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(g, g_too, h, x, alpha, r_x, r_u):
     return h.new_empty(h.shape), x.new_empty(x.shape), alpha.new_empty(alpha.shape, dtype=torch.float32)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from ngpt_train.config.keys import key
 from ngpt_train.config.model_keys import KINDS, InitConfig, ModelConfig
 from ngpt_train.core.constants import Constraint
-from ngpt_train.models.ngpt.keys import AlphaConfig, ReferenceSize, ScaledConfig, ScaleVectorConfig
+from ngpt_train.models.ngpt.keys import AlphaConfig, ReferenceSize, ScaledConfig, ScaleVectorConfig, starts_of
 
 
 @dataclass
@@ -23,10 +23,7 @@ class AnGPTConfig(ScaledConfig):
     alpha_mlp: AlphaConfig = field(default_factory=lambda: AlphaConfig(init=0.01))
     reference: ReferenceSize = field(default_factory=ReferenceSize)
 
-    starts = (
-        *ModelConfig.starts,
-        *(f"{name}.{key}" for name in ("s_z", "alpha_attn", "alpha_mlp") for key in ("init", "scale")),
-    )
+    starts = ModelConfig.starts + starts_of("s_z", "alpha_attn", "alpha_mlp")
 
     def kept_beyond_gpt(self) -> int:
         """The MLP's output, and h in fp32; but no normalised input of W_q, W_k and W_v, which read h itself."""

@@ -60,7 +60,7 @@ class AnGPTAttention(Attention):
     """
 
     def __init__(self, config: AnGPTConfig) -> None:
-        super().__init__(config, softmax_scale=math.sqrt(config.d_model // config.n_heads))
+        super().__init__(config, softmax_scale=math.sqrt(config.d_head))
 
     def heads(self, qkv: QKV, rope: Rope | None) -> Heads:
         return rotary(qkv, rope, normalized=True)

@@ -8,12 +8,9 @@ from ngpt_train.config.keys import AUTO, Conflict, key, nearest_multiples
 from ngpt_train.config.model_keys import InitConfig
 from ngpt_train.config.schema import Config
 from ngpt_train.models.normformer.keys import PositionKeys
-from ngpt_train.models.powernorm.keys import PowerNormConfig
+from ngpt_train.models.powernorm.keys import OVER_BATCH, PowerNormConfig
 
-NORMS = (
-    *("rms", "layer", "layer_no_bias", "layer_no_gain", "layer_plain"),
-    *("cogview", "dyt", "derf", "pn", "pn_v", "batch"),
-)
+NORMS = ("rms", "layer", "layer_no_bias", "layer_no_gain", "layer_plain", "cogview", "dyt", "derf", *OVER_BATCH)
 PLACEMENTS = ("pre", "post", "peri", "reordered")
 SUBLAYERS = ("none", "mlp", "attn", "both")
 
@@ -79,9 +76,7 @@ class ComposedConfig(PositionKeys, PowerNormConfig):
     )
     mlp: str = key("gated", "gated: act(W_v x) * W_u x; plain: act(W_u x).", choices=("gated", "plain"))
     activation: str = key(
-        "silu",
-        "Of the MLP; gelu is the exact one. A gated MLP has silu or gelu.",
-        choices=("silu", "gelu", "relu", "relu2"),
+        "silu", "Of the MLP; gelu is exact. A gated MLP has silu or gelu.", choices=("silu", "gelu", "relu", "relu2")
     )
     activation_dropout: float = key(
         0.0, "Probability that training drops a value of the MLP's hidden state, before ffn_norm.", minimum=0, below=1
@@ -102,12 +97,9 @@ class ComposedConfig(PositionKeys, PowerNormConfig):
         False, "The norm, on the sum of embedding and positions (BERT, BLOOM), before the embedding's dropout."
     )
     masked_head: bool = key(
-        False,
-        "BERT's head, of a bidirectional model: logits = E_output norm(gelu(W_head x + b_head)) + b_output.",
+        False, "BERT's head, of a bidirectional model: logits = E_output norm(gelu(W_head x + b_head)) + b_output."
     )
-    deep_init: bool = key(
-        False, "DeepInit: the matrices of block l start smaller by the factor 1 / sqrt(l), l = 1, 2, ..."
-    )
+    deep_init: bool = key(False, "DeepInit: matrices of block l start smaller by the factor 1 / sqrt(l), l = 1, 2, ...")
 
     @property
     def uses_dropout(self) -> bool:

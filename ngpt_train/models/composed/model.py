@@ -31,9 +31,7 @@ from ngpt_train.models.powernorm.running_statistics import DecoderOverBatch, Nor
 
 class ComposedBlock(nn.Module):
     """Attention, then MLP, each in its placement. It returns x and the batch statistics of its norms over the batch.
-
-    cross: between them attention to the encoder's output, with the placement, norms and scales of attention.
-    """
+    cross: between them attention to the encoder's output, with the placement, norms and scales of attention."""
 
     def __init__(self, config: ComposedConfig, causal: bool = True, cross: bool = False) -> None:
         super().__init__()
@@ -76,9 +74,8 @@ class ComposedBlock(nn.Module):
 
     def step(self, sublayer: str, x: Tensor, f: Map, lambda_: Map, norms: NormPass) -> Tensor:
         """x + f(norm(x)), or the form of the placement of this sublayer: `attn`, `cross` or `mlp`."""
-        norm_in, norm_post, gamma, drop = (
-            getattr(self, f"{part}_{sublayer}") for part in ("norm", "norm_post", "layer_scale", "drop")
-        )
+        parts = ("norm", "norm_post", "layer_scale", "drop")
+        norm_in, norm_post, gamma, drop = (getattr(self, f"{part}_{sublayer}") for part in parts)
         post = self.config.placement_of("mlp" if sublayer == "mlp" else "attn") == "post"
         after: dict[str, Map] = {"norm_sum" if post else "norm_out": norms(norm_post)}
         return residual(x, f, drop, norm_in=norms(norm_in), lambda_=lambda_, gamma=gamma, **after)

@@ -21,11 +21,7 @@ class GPTConfig(ModelConfig):
     logit_soft_cap: Union[float, None] = key(
         None, "Logits z become c tanh(z / c) with this c, for example 30; null: no cap.", above=0, maximum=1000
     )
-    mlp: str = key(
-        "gated",
-        "gated: (x W_u * act(x W_v)) W_down, three matrices; plain: act(x W_u) W_down, two.",
-        choices=("gated", "plain"),
-    )
+    mlp: str = key("gated", "gated: (x W_u * act(x W_v)) W_down; plain: act(x W_u) W_down.", choices=("gated", "plain"))
     activation: str = key(
         "silu",
         "act of the MLP: SiLU, the exact GELU, or ReLU squared, which the plain MLP alone takes.",

@@ -19,10 +19,8 @@ from ngpt_train.models.layers.rope import Rope
 
 
 class GPTBlock(nn.Module):
-    """Adds to h the attention and then the MLP of RMSNorm(h).
-
-    cross: between them attention to the encoder's output, as in the decoder of gpt_encoder_decoder.
-    """
+    """Adds to h the attention and then the MLP of RMSNorm(h). cross: between them attention to the encoder's output, as
+    in the decoder of gpt_encoder_decoder."""
 
     def __init__(self, config: GPTConfig, causal: bool = True, cross: bool = False) -> None:
         super().__init__()

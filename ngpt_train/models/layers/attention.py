@@ -44,7 +44,7 @@ class Attention(nn.Module):
         self.causal = causal and not config.bidirectional
         self.n_heads = config.n_heads
         self.n_kv_heads = config.n_kv_heads or config.n_heads
-        self.d_head = config.d_model // config.n_heads
+        self.d_head = config.d_head
         self.softmax_scale = 1 / math.sqrt(self.d_head) if softmax_scale is None else softmax_scale
         self.d_q, self.d_kv = self.n_heads * self.d_head, self.n_kv_heads * self.d_head
         rows = {"wq": self.d_q, "wk": self.d_kv, "wv": self.d_kv}

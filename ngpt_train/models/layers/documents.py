@@ -4,8 +4,7 @@ doc_ids `(B, T)` name the document of each token. They do not decrease along a r
 Padding counts as one more document, so that its activations are finite; no other token sees it.
 
 Attention takes a `Mask` (kernels/attention.py): the boundaries of documents for a varlen kernel of GPUs, or else a
-boolean mask or flex_attention's blocks. The mask is computed once per forward pass, on the device; the host does not
-wait for it.
+boolean mask or flex_attention's blocks. It is computed once per forward pass, without a wait of the host.
 """
 
 import torch
@@ -55,11 +54,8 @@ def document_blocks(doc_ids: Tensor, causal: bool = True) -> Blocks:
 
 
 def packed(doc_ids: Tensor, kernel: Varlen) -> Packed:
-    """The boundaries of documents for a varlen kernel.
-
-    The host does not know the number of documents, so the tensor of boundaries has room for a fixed number per batch.
-    A batch with more fails on the device; `check_documents` refuses it on the host before.
-    """
+    """The boundaries of documents for a varlen kernel. The host does not know the number of documents, so the tensor of
+    boundaries has room for a fixed number per batch. `check_documents` refuses a batch with more before it fails."""
     B, T = doc_ids.shape
     room = room_for_documents(B, T)
     place = torch.arange(B * T, device=doc_ids.device)
@@ -71,18 +67,14 @@ def packed(doc_ids: Tensor, kernel: Varlen) -> Packed:
 
 def room_for_documents(B: int, T: int) -> int:
     """The most documents in a batch of B rows for varlen attention: per row 64, or T / 32 if that is more, at most T.
-
     More room would cost what varlen saves: for each sequence, even an empty one, a kernel starts threads and its
-    backward pass takes memory.
-    """
+    backward pass takes memory."""
     return B * min(T, max(64, T // 32))
 
 
 def check_documents(doc_ids: Tensor, device: torch.device, d_head: int, dtype: torch.dtype) -> None:
     """Raises ValueError if a varlen kernel runs on `device`, and a batch has more documents than `packed` has room for.
-
-    Other kinds of attention take any number. doc_ids: on the CPU. d_head, dtype: of q, k and v.
-    """
+    Other kinds of attention take any number. doc_ids: on the CPU. d_head, dtype: of q, k and v."""
     if varlen_kernel(device, d_head, dtype) is None:
         return
     B, T = doc_ids.shape

@@ -9,14 +9,12 @@ derives its own seeds from it.
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.kernels.dropout import dropout, mix, numbers
-
-Block = TypeVar("Block", bound=nn.Module)
 
 # The seeds (B,) of the part of a model that runs; None: nothing is dropped. Compiled code takes them as an input.
 _seeds: Tensor | None = None
@@ -63,10 +61,8 @@ class Dropout(nn.Module):
 
 
 def number_places(blocks: Iterable[nn.Module]) -> None:
-    """Gives every Dropout of a block a number of its own, the same in every block of a kind.
-
-    Raises ConfigError for a plug-in's block that waits for seeds, as blocks did earlier: it would drop nothing.
-    """
+    """Gives every Dropout of a block a number of its own, the same in every block of a kind. Raises ConfigError for a
+    plug-in's block that waits for seeds, as blocks did earlier: it would drop nothing."""
     for block in blocks:
         if "seeds" in inspect.signature(block.forward).parameters:
             raise ConfigError(
@@ -83,7 +79,7 @@ def seeds_of_parts(seeds: Tensor | None, n: int) -> Sequence[Tensor | None]:
     return [None] * n if seeds is None else numbers(seeds, n).T.contiguous().unbind()
 
 
-def each_with_seeds(blocks: Iterable[Block]) -> Iterator[tuple[Block, AbstractContextManager[None]]]:
+def each_with_seeds(blocks: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, AbstractContextManager[None]]]:
     """Each block, with a context that gives dropout the block's seeds."""
     blocks = list(blocks)
     for block, seeds in zip(blocks, seeds_of_parts(seeds_now(), len(blocks)), strict=True):

@@ -53,10 +53,8 @@ class FusedLinear(nn.Module):
         return {name: rows for name, rows in parts.items() if getattr(self, name) is not None}
 
     def weight(self, dtype: torch.dtype) -> Tensor:
-        """W `(rows, d_model)` in `dtype`: normalised, copied by the optimizer, or cast from the stored matrix.
-
-        A gain is multiplied into the columns of its matrix, W (gain * x) = (W diag(gain)) x: activations stay one x.
-        """
+        """W `(rows, d_model)` in `dtype`: normalised, copied by the optimizer, or cast from the stored matrix. A gain
+        is multiplied into the columns of its matrix, W (gain * x) = (W diag(gain)) x: activations stay one x."""
         if self.unit_rows:
             return normalize(self.matrix).to(dtype)
         if self.gains is not None:

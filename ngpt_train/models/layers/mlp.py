@@ -47,13 +47,12 @@ class MLP(nn.Module):
         return self.w_down(norm_ffn(self.hidden(x)).to(x.dtype))  # eq. 19
 
 
-def relu2(x: Tensor) -> Tensor:
-    """ReLU(x)^2."""
-    return F.relu(x).square()
-
-
-# The exact GELU, not the tanh approximation.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "relu2": relu2, "silu": F.silu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,  # the exact one, not the tanh approximation
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "silu": F.silu,
+}
 
 
 class PlainMLP(MLP):

@@ -4,7 +4,6 @@ Statistics and products are in fp32 (fp64 for an fp64 model); the result has x's
 """
 
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +14,9 @@ from ngpt_train.kernels.norm import FLOORS, at_least_fp32
 from ngpt_train.models.rank_rows import local_rows
 
 Map = Callable[[Tensor], Tensor]
-T = TypeVar("T")
 
 
-def identity(x: T) -> T:
+def identity(x: Tensor) -> Tensor:
     return x
 
 
@@ -148,10 +146,8 @@ class LearnedScale(nn.Module):
 @torch.no_grad()
 def project_rows_(matrix: Tensor, constraint: Constraint, skipped: Tensor | None = None) -> None:
     """Divides every row of `matrix` `(rows, d_model)` by its length, in place; in the ball only the longer ones.
-
     constraint: "sphere" or "ball". skipped: 0-dim bool; if it is true, no bit of the matrix changes. FSDP2 shards by
-    whole rows, so each rank projects the rows of its own shard, without communication.
-    """
+    whole rows, so each rank projects the rows of its own shard, without communication."""
     rows = local_rows(matrix)
     length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp_min_(FLOORS[constraint])
     # A skipped step divides by 1: dividing a row of length 1 by its computed length could change it by a rounding.

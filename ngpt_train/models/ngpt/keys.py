@@ -12,9 +12,13 @@ from ngpt_train.core.constants import Constraint
 # The words that `init` and `scale` of a scale vector may be besides a number. auto: model.init_table's for the scale,
 # else the paper's.
 SCALE_WORDS = (AUTO, "1/L", "0.05*L_ref/L", "0.05*sqrt(L_ref/L)", "1/sqrt(d)", "sqrt(d)", "sqrt(d/d_ref)")
-VECTORS = ("s_qk", "s_u", "s_v", "s_z", "alpha_attn", "alpha_mlp")
 UPDATES = ("lerp", "slerp", "riemannian")
 SOFTMAX_SCALES = ("sqrt(d_k)", "1/sqrt(d_k)", "d/sqrt(d_k)")
+
+
+def starts_of(*vectors: str) -> tuple[str, ...]:
+    """The keys of scale vectors for `ModelConfig.starts`."""
+    return tuple(f"{vector}.{key}" for vector in vectors for key in ("init", "scale"))
 
 
 @dataclass
@@ -204,7 +208,7 @@ class NGPTConfig(ScaledConfig):
         maximum=10,
     )
 
-    starts = (*ModelConfig.starts, *(f"{vector}.{key}" for vector in VECTORS for key in ("init", "scale")))
+    starts = ModelConfig.starts + starts_of("s_qk", "s_u", "s_v", "s_z", "alpha_attn", "alpha_mlp")
 
     @property
     def rows(self) -> Constraint:
@@ -237,16 +241,18 @@ class NGPTConfig(ScaledConfig):
 
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         yield from super().conflicts(config)
-        if self.lr_rule != "none" and config.optim.lr_rule != "none":
+        if self.lr_rule == "none":
+            return
+        if config.optim.lr_rule != "none":
             problem = "nuGPT's rates have no factor of depth, HyperP's have 1 / sqrt(L): the two contradict each other"
             yield "model.lr_rule optim.lr_rule", problem, "Set one of them to none"
-        if self.lr_rule != "none" and self.tied_embeddings:
+        if self.tied_embeddings:
             fix = "Set model.tied_embeddings=false, or model.lr_rule=none"
             yield "model.tied_embeddings model.lr_rule", "one matrix cannot have the rates of two", fix
-        if self.lr_rule != "none" and config.optim.matrix_step is not None:
+        if config.optim.matrix_step is not None:
             fix = "Set optim.name=adam, or model.lr_rule=none"
             yield "optim.name model.lr_rule", "the rule's factors are of Adam's steps", fix
-        if self.lr_rule != "none" and (own := config.optim.groups.chosen()):
+        if own := config.optim.groups.chosen():
             fix = f"Set model.lr_rule=none, or leave optim.groups.{own[0]} out"
             yield f"optim.groups.{own[0]} model.lr_rule", "the rule has a rate for each of them", fix
 

@@ -29,10 +29,8 @@ from ngpt_train.models.ngpt.keys import AlphaConfig, NGPTConfig, ScaledConfig, S
 
 
 class NGPTBlock(nn.Module):
-    """Two steps on the sphere. There is no other normalisation of h (Table 1, right column).
-
-    cross: a step between them by attention to the encoder's output, as in the decoder of ntransformer.
-    """
+    """Two steps on the sphere. There is no other normalisation of h (Table 1, right column). cross: a step between them
+    by attention to the encoder's output, as in the decoder of ntransformer."""
 
     def __init__(self, config: NGPTConfig, causal: bool = True, cross: AlphaConfig | None = None) -> None:
         super().__init__()
@@ -167,7 +165,7 @@ def softmax_scale(config: NGPTConfig) -> float:
     The product of unit vectors q and k has variance 1 / d_k, where the baseline's has variance d_k. Of q and k that
     are not normalised, products of unit rows with h, it has variance d_k / d_model^2.
     """
-    root = math.sqrt(config.d_model // config.n_heads)  # sqrt(d_k)
+    root = math.sqrt(config.d_head)  # sqrt(d_k)
     return {"sqrt(d_k)": root, "1/sqrt(d_k)": 1 / root, "d/sqrt(d_k)": config.d_model / root}[config.softmax_scale]
 
 
@@ -202,10 +200,7 @@ SCALED_GATES: dict[str, Callable[..., Tensor]] = {"silu": scaled_swiglu, "gelu":
 
 
 class Spherical(Decoder):
-    """A model on the sphere without its blocks: embedding, head, initialisation and projection.
-
-    A subclass sets `s_z`, the scale of the logits.
-    """
+    """A model on the sphere without its blocks: embedding, head, initialisation. A subclass sets the `s_z`."""
 
     decays = False  # the projection fixes the length of every row (section 2.6, item 7)
     config: NGPTConfig

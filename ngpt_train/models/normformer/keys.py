@@ -58,7 +58,5 @@ class NormFormerConfig(PositionKeys):
         "sinusoidal and learned are added to the embedding; rotary turns q and k.",
         choices=("sinusoidal", "learned", "rotary"),
     )
-    activation: str = key(
-        "gelu", "Of the MLP, which has no gate: exact GELU, or ReLU squared.", choices=("gelu", "relu2")
-    )
+    activation: str = key("gelu", "Of the MLP without a gate: exact GELU or ReLU squared.", choices=("gelu", "relu2"))
     norm_eps: float = key(1e-5, "Added to the variance in LayerNorm.", above=0)

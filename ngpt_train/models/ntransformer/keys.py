@@ -6,7 +6,7 @@ from typing import Union
 from ngpt_train.config.keys import key
 from ngpt_train.config.model_keys import InitConfig
 from ngpt_train.models.encoder_decoder_keys import EncoderDecoderKeys
-from ngpt_train.models.ngpt.keys import UPDATES, AlphaConfig, NGPTConfig
+from ngpt_train.models.ngpt.keys import UPDATES, AlphaConfig, NGPTConfig, starts_of
 
 
 @dataclass
@@ -16,5 +16,5 @@ class NTransformerConfig(EncoderDecoderKeys, NGPTConfig):
     name: str = key("ntransformer", "Architecture, chosen with model=NAME.")
     init: InitConfig = field(default_factory=lambda: NGPTConfig().init)
     alpha_cross: AlphaConfig = field(default_factory=AlphaConfig)
-    starts = (*NGPTConfig.starts, "alpha_cross.init", "alpha_cross.scale")
+    starts = NGPTConfig.starts + starts_of("alpha_cross")
     update_cross: Union[str, None] = key(None, "How cross-attention moves h; null is model.update.", choices=UPDATES)

@@ -37,9 +37,7 @@ class PowerNormConfig(ModelConfig):
         minimum=0,
     )
     statistics: str = key(
-        "per_rank",
-        "Statistics of each rank's own rows, or of the rows of all ranks together.",
-        choices=("per_rank", "synchronised"),
+        "per_rank", "Statistics of a rank's own rows, or of all ranks' rows.", choices=("per_rank", "synchronised")
     )
     norm_eps: float = key(1e-5, "Added to the mean square, or the variance, in the norms.", above=0)
 

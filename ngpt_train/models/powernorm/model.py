@@ -28,11 +28,13 @@ from ngpt_train.models.powernorm.keys import PowerNormConfig
 from ngpt_train.models.powernorm.running_statistics import (
     BatchStatistics,
     DecoderOverBatch,
+    Normed,
     NormOverBatch,
     NormPass,
     Output,
     Running,
     RunningStatistics,
+    Used,
     move_average_,
 )
 
@@ -41,8 +43,7 @@ class PowerNorm(NormOverBatch):
     """Algorithm 2, in its order. The backward pass is eq. 11 and 12, not the derivative of the forward pass.
 
     psi is sqrt(psi_squared + eps). In the warm-up X is divided by the batch's own psi, and psi_squared is the mean over
-    the batches so far. nu is kept in units of the summed loss, so that it does not change when the loss is scaled
-    differently in each step.
+    the batches so far. nu is kept in units of the summed loss, whatever scales the loss of a step.
     """
 
     starts: ClassVar = {"psi_squared": 1.0, "nu": 0.0}
@@ -60,15 +61,13 @@ class PowerNorm(NormOverBatch):
 
     # begin Forward Propagation
 
-    def running_statistics(self, warming_up: bool, loss_factor: Tensor | float) -> RunningStatistics | None:
+    def running_statistics(self, warming_up: bool, loss_factor: Tensor | float) -> Used:
         if not self.training:
             return None
         psi = None if warming_up else self.root(self.psi_squared)
         return RunningStatistics(psi, self.nu * loss_factor, torch.zeros_like(self.nu, requires_grad=True))
 
-    def forward_in_training(
-        self, X: Tensor, valid: Tensor | None, running: RunningStatistics | None
-    ) -> tuple[Tensor, BatchStatistics]:
+    def forward_in_training(self, X: Tensor, valid: Tensor | None, running: Used) -> Normed:
         assert running is not None
         psi_B_squared, n_tokens = self.mean(X.detach().square(), valid)  # Get mini-batch statistics
         psi = self.root(psi_B_squared) if running.psi is None else running.psi
@@ -82,9 +81,7 @@ class PowerNorm(NormOverBatch):
         return Y, X_hat
 
     @torch.no_grad()
-    def update_(
-        self, running: RunningStatistics | None, batch: BatchStatistics | None, loss_factor: Tensor | float
-    ) -> None:
+    def update_(self, running: Used, batch: BatchStatistics | None, loss_factor: Tensor | float) -> None:
         """psi^2 <- psi^2 + share (psi_B^2 - psi^2). share: 1 - alpha, in the warm-up 1 / number of batches so far."""
         if running is None or batch is None:
             return
@@ -137,15 +134,9 @@ class _PowerNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        X: Tensor,
-        psi: Tensor,
-        gamma: Tensor,
-        beta: Tensor,
-        nu: Tensor,
-        sum_for_Lambda: Tensor,
+        ctx: Any, X: Tensor, psi: Tensor, gamma: Tensor, beta: Tensor, nu: Tensor, sum_for_Lambda: Tensor,
         valid: Tensor | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         Y, X_hat = PowerNorm.forward_pass(X, psi, gamma, beta)
         ctx.save_for_backward(X_hat, psi, gamma, nu, valid)
         return Y
@@ -167,9 +158,7 @@ class PowerNormV(NormOverBatch):
     starts: ClassVar = {"psi_squared": 1.0}
     psi_squared: Tensor
 
-    def forward_in_training(
-        self, X: Tensor, valid: Tensor | None, running: RunningStatistics | None
-    ) -> tuple[Tensor, BatchStatistics]:
+    def forward_in_training(self, X: Tensor, valid: Tensor | None, running: Used) -> Normed:
         psi_B_squared, n_tokens = self.mean(X.square(), valid)
         X_hat = X / self.root(psi_B_squared)  # eq. 4
         Y = self.gain * X_hat + self.bias  # eq. 5
@@ -186,9 +175,7 @@ class BatchNorm(NormOverBatch):
     mu: Tensor
     variance: Tensor
 
-    def forward_in_training(
-        self, X: Tensor, valid: Tensor | None, running: RunningStatistics | None
-    ) -> tuple[Tensor, BatchStatistics]:
+    def forward_in_training(self, X: Tensor, valid: Tensor | None, running: Used) -> Normed:
         mu_B, n_tokens = self.mean(X, valid)
         sigma_B_squared, _ = self.mean((X - mu_B).square(), valid)
         X_hat = (X - mu_B) / self.root(sigma_B_squared)  # eq. 1
@@ -202,9 +189,7 @@ class BatchNorm(NormOverBatch):
 class PerToken(NormOverBatch):
     """LayerNorm, with the interface of a norm over the batch. It has no running statistics."""
 
-    def forward(
-        self, x: Tensor, valid: Tensor | None, running: RunningStatistics | None
-    ) -> tuple[Tensor, BatchStatistics | None]:
+    def forward(self, x: Tensor, valid: Tensor | None, running: Used) -> tuple[Tensor, BatchStatistics | None]:
         X = self.group_scaled(x.to(self.gain.dtype))
         return F.layer_norm(X, self.gain.shape, self.gain, self.bias, self.eps).to(x.dtype), None
 

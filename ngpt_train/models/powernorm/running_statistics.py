@@ -40,6 +40,10 @@ class BatchStatistics(NamedTuple):
         return (finite & (self.n_tokens > 0)).to(self.n_tokens.dtype)
 
 
+Normed = tuple[Tensor, BatchStatistics]  # Y, and the statistics of the batch
+Used = RunningStatistics | None  # by a forward pass
+
+
 class NormOverBatch(nn.Module):
     """gain * X_hat + bias, where X_hat is X divided, per channel, by a statistic over the tokens of the batch.
 
@@ -75,23 +79,19 @@ class NormOverBatch(nn.Module):
         """The running statistics by name, each `(d,)` or 0-dim: buffers, which a caller may change in place."""
         return dict(self.named_buffers(recurse=False))
 
-    def running_statistics(self, warming_up: bool, loss_factor: Tensor | float) -> RunningStatistics | None:
+    def running_statistics(self, warming_up: bool, loss_factor: Tensor | float) -> Used:
         """The argument `running` of the next forward pass. loss_factor: of its summed loss."""
         return None
 
     @torch.no_grad()
-    def update_(
-        self, running: RunningStatistics | None, batch: BatchStatistics | None, loss_factor: Tensor | float
-    ) -> None:
+    def update_(self, running: Used, batch: BatchStatistics | None, loss_factor: Tensor | float) -> None:
         """Updates the running statistics after a forward pass, which took `running` and returned `batch`."""
         if batch is None:
             return
         for mean, value in zip(self.statistics().values(), batch.values, strict=True):
             move_average_(mean, value, (1 - self.alpha_fwd) * batch.counts())
 
-    def forward_in_training(
-        self, X: Tensor, valid: Tensor | None, running: RunningStatistics | None
-    ) -> tuple[Tensor, BatchStatistics]:
+    def forward_in_training(self, X: Tensor, valid: Tensor | None, running: Used) -> Normed:
         """Y `(B, T, d)` in training, and the statistics of the batch."""
         raise NotImplementedError
 
@@ -99,9 +99,7 @@ class NormOverBatch(nn.Module):
         """Y `(B, T, d)` in evaluation, by the running statistics."""
         raise NotImplementedError
 
-    def forward(
-        self, x: Tensor, valid: Tensor | None, running: RunningStatistics | None
-    ) -> tuple[Tensor, BatchStatistics | None]:
+    def forward(self, x: Tensor, valid: Tensor | None, running: Used) -> tuple[Tensor, BatchStatistics | None]:
         """Y `(B, T, d)` in x's dtype, and in training the statistics of the batch."""
         X = self.group_scaled(x.to(self.gain.dtype))
         Y, batch = self.forward_in_training(X, valid, running) if self.training else (self.infer(X), None)
@@ -115,22 +113,19 @@ class NormOverBatch(nn.Module):
         return F.rms_norm(grouped, grouped.shape[-1:], eps=self.eps).flatten(-2)
 
     def mean(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The mean `(d,)` of x `(B, T, d)` over the valid tokens, and their number, 0-dim.
-
-        They are the tokens of this rank or, if statistics are synchronised, of all ranks.
-        """
+        """The mean `(d,)` of x `(B, T, d)` over the valid tokens, and their number, 0-dim. They are the tokens of this
+        rank or, if statistics are synchronised, of all ranks."""
         weight = x.new_ones(x.shape[:2]) if valid is None else valid.to(x.dtype)
         weighted = x if valid is None else x * weight.unsqueeze(-1)
         total = self.over_ranks(torch.cat([weighted.sum((0, 1)), weight.sum().view(1)]))
         return total[:-1] / total[-1].clamp(min=1), total[-1]
 
     def root(self, mean_square: Tensor) -> Tensor:
-        """sqrt(mean_square + eps)."""
         return (mean_square + self.eps).sqrt()
 
 
 # A block takes the running statistics of its norms, and returns h and the batch's statistics.
-Running = tuple[RunningStatistics | None, ...]
+Running = tuple[Used, ...]
 Output = tuple[Tensor, tuple[BatchStatistics | None, ...]]
 
 
@@ -165,11 +160,9 @@ def move_average_(mean: Tensor, value: Tensor, share: Tensor | float) -> None:
 
 
 class DecoderOverBatch(Decoder):
-    """A decoder or encoder-decoder with norms over the batch, whose running statistics it updates in training.
-
-    A block is called as (h, *arguments, running), with the running statistics of its norms over the batch, and returns
-    h and their statistics of the batch, both in the order of `norms_in`. `norm_final` is the norm after the last block.
-    """
+    """A decoder or encoder-decoder with norms over the batch, whose running statistics it updates in training. A block
+    is called as (h, *arguments, running), with the running statistics of its norms over the batch, and returns h and
+    their statistics of the batch, both in the order of `norms_in`. `norm_final` is the norm after the last block."""
 
     config: PowerNormConfig
     norm_final: nn.Module

@@ -5,9 +5,8 @@
                                  config.yaml, tokenizer files
                                  MANIFEST.json  size and checksum of every file, the loss; written last
 
-A checkpoint is written under another name, synced to disk, read back and then renamed, so that a kill at any moment
-leaves the previous checkpoint. `hooks/saving.py` writes it beside training. It can be read on any number of ranks and
-with any layout.
+A checkpoint is written under another name, synced, read back and then renamed: a kill leaves the previous one.
+`hooks/saving.py` writes it beside training. Any number of ranks reads it, in any layout.
 
     checkpoints/validation.json  the validation losses of checkpoints, by step
 

@@ -62,10 +62,7 @@ def step_of(checkpoint: Path) -> int:
 
 def find_checkpoint(key: str, value: str | None) -> Path:
     """The checkpoint for the user's `key=value`: value is a checkpoint, a run directory (its newest checkpoint), or
-    `best` in place of a checkpoint's name.
-
-    Raises DataError if there is none.
-    """
+    `best` in place of a checkpoint's name. Raises DataError if there is none."""
     if not value:
         raise DataError(f"{key} is not set: name a run directory or a checkpoint, for example {key}=runs/NAME")
     path = Path(value).expanduser()
@@ -74,10 +71,8 @@ def find_checkpoint(key: str, value: str | None) -> Path:
     if path.name == BEST and not path.exists():
         if found := best(path.parent, 1) or best(path.parent / "checkpoints", 1):
             return found[0]
-        raise DataError(
-            f"{key}={value}: there is no checkpoint whose validation loss is known. A run keeps the best one with "
-            "checkpoint.keep_best=1."
-        )
+        problem = f"{key}={value}: there is no checkpoint whose validation loss is known"
+        raise DataError(f"{problem}. A run keeps the best one with checkpoint.keep_best=1.")
     checkpoints = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if not checkpoints:
         what = "holds no complete checkpoint" if path.is_dir() else "does not exist"
@@ -85,18 +80,6 @@ def find_checkpoint(key: str, value: str | None) -> Path:
             what = "is a model of transformers; `import` turns it into a run"
         raise DataError(f"{key}={value}: {what}. Name a run directory or one of its checkpoints/step_* directories.")
     return checkpoints[-1]
-
-
-def candidates(directory: Path, step: int | None) -> list[Path]:
-    """The complete checkpoints in `directory`, oldest first; with `step`, the checkpoint of this step alone. Raises
-    DataError if it is not there."""
-    found = {step_of(path): path for path in list_checkpoints(directory)}
-    if step is None or step in found:
-        return list(found.values()) if step is None else [found[step]]
-    raise DataError(
-        f"run.resume_step={step}: there is no complete checkpoint of this step in {directory} (there are: "
-        f"{', '.join(map(str, found)) or 'none'}). Name one of them, or leave it out."
-    )
 
 
 def read_validation_losses(directory: Path) -> dict[int, float]:
@@ -111,8 +94,7 @@ def read_validation_losses(directory: Path) -> dict[int, float]:
 
 
 def best(directory: Path, n: int) -> list[Path]:
-    """At most `n` complete checkpoints in `directory`, by validation loss, the lowest first; equal losses by age, the
-    oldest first."""
+    """At most `n` complete checkpoints in `directory`, the lowest validation loss first; equal losses by age."""
     losses = read_validation_losses(directory)
     known = [path for path in list_checkpoints(directory) if step_of(path) in losses]
     return sorted(known, key=lambda path: losses[step_of(path)])[:n]
@@ -149,10 +131,8 @@ def _manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """Size and checksum of every file, by its name.
-
-    Raises DataError for a manifest that is damaged, names a file outside the directory, or leaves out state.json or a
-    file of tensors."""
+    """Size and checksum of every file, by its name. Raises DataError for a manifest that is damaged, names a file
+    outside the directory, or leaves out state.json or a file of tensors."""
     manifest = read_json(checkpoint / MANIFEST)
     files = manifest.get("files") if isinstance(manifest, dict) else None
     if not isinstance(files, dict):
@@ -202,8 +182,7 @@ def differences(checkpoint: Path, files: Mapping[str, dict[str, Any]]) -> list[s
 
 
 def read_progress(checkpoint: Path) -> dict[str, Any]:
-    """The counters of a checkpoint, its state.json. Raises DataError if they are damaged, or of another step than the
-    directory's name."""
+    """The counters of a checkpoint, its state.json. Raises DataError if they are damaged, or of another step."""
     path = checkpoint / STATE
     where, fix = f"{path} is damaged", "Use another checkpoint."
     progress = checked(read_json(path), COUNTERS, where, ("step", "tokens", "world_size", "data"), fix)
@@ -221,10 +200,7 @@ def read_progress(checkpoint: Path) -> dict[str, Any]:
 
 def verify(checkpoint: Path, world: World) -> None:
     """Compares every file with the manifest, and the step with the directory's name. A collective call: each rank reads
-    some of the files.
-
-    Raises DataError, on every rank, with the differences.
-    """
+    some of the files. Raises DataError, on every rank, with the differences."""
     files = world.on_main(lambda: read_manifest(checkpoint))  # one rank reads it, so that all ranks agree
     mine = {name: entry for index, (name, entry) in enumerate(files.items()) if index % world.size == world.rank}
     own = world.on_all_without_timeout(lambda: differences(checkpoint, mine))  # a slow disk takes long
@@ -248,11 +224,8 @@ def newest_with_config(checkpoints: Sequence[Path]) -> Path | None:
 
 
 def newest_undamaged(checkpoints: Sequence[Path], world: World) -> tuple[Path | None, dict[str, str]]:
-    """The newest undamaged checkpoint, and {name: problem} of the damaged ones after it. checkpoints: the oldest first.
-
-    A collective call. Returns None if `checkpoints` is empty. Raises the newest checkpoint's DataError if all are
-    damaged.
-    """
+    """The newest undamaged checkpoint, None if there are no `checkpoints`; and {name: problem} of the damaged ones
+    after it. checkpoints: the oldest first. A collective call. Raises the newest one's DataError if all are damaged."""
     damaged: dict[str, str] = {}
     for checkpoint in reversed(checkpoints):
         try:

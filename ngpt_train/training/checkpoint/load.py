@@ -9,15 +9,8 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import check_kinds
 from ngpt_train.distributed.world import World
 from ngpt_train.models.decoder import Decoder
+from ngpt_train.training.checkpoint import state_tensors
 from ngpt_train.training.checkpoint.catalogue import read_manifest, read_progress, verify
-from ngpt_train.training.checkpoint.state_tensors import (
-    Tensors,
-    begin_moments_,
-    by_canonical_name,
-    empty_statistics,
-    held_tensors,
-    set_statistics,
-)
 from ngpt_train.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -26,18 +19,16 @@ if TYPE_CHECKING:
 
 def load_state(checkpoint: Path, state: TrainState, verified: bool = False) -> dict[str, Any]:
     """Loads weights, moments, averages, running statistics and counters into `state`; returns the position in the data.
-
     verified: True if the files have just been compared with the manifest. A collective call. Raises DataError if the
-    checkpoint is damaged or of another version.
-    """
+    checkpoint is damaged or of another version."""
     if not verified:
         verify(checkpoint, state.world)
     progress = read_progress(checkpoint)
     if progress["step"]:
-        begin_moments_(state.optimizer)
-    statistics = empty_statistics(state.model, progress["world_size"])
-    read_tensors(checkpoint, state.model, {**held_tensors(state), "statistics": statistics})
-    set_statistics(state.model, statistics, state.world)
+        state_tensors.begin_moments_(state.optimizer)
+    statistics = state_tensors.empty_statistics(state.model, progress["world_size"])
+    read_tensors(checkpoint, state.model, {**state_tensors.held_tensors(state), "statistics": statistics})
+    state_tensors.set_statistics(state.model, statistics, state.world)
     state.load_counters(progress)
     return progress["data"]
 
@@ -54,11 +45,11 @@ def load_model(checkpoint: Path, model: Decoder, world: World, part: str = "mode
     Raises DataError if the checkpoint is damaged, of another version, or without a moving average.
     """
     verify(checkpoint, world)
-    statistics = empty_statistics(model, read_progress(checkpoint)["world_size"])
+    statistics = state_tensors.empty_statistics(model, read_progress(checkpoint)["world_size"])
     weights = model.state_dict().items()  # its own memory, which `read_tensors` writes to
     read = {name: weight for name, weight in weights if not (new_head and name in OF_OUTPUTS)}
     read_tensors(checkpoint, model, {part: read, "statistics": statistics})
-    set_statistics(model, statistics, world)
+    state_tensors.set_statistics(model, statistics, world)
 
 
 def open_tensors(checkpoint: Path) -> StoredTensors:
@@ -70,12 +61,12 @@ def open_tensors(checkpoint: Path) -> StoredTensors:
     return StoredTensors(checkpoint)
 
 
-def read_tensors(checkpoint: Path, model: Decoder, tensors: Tensors) -> None:
+def read_tensors(checkpoint: Path, model: Decoder, tensors: state_tensors.Tensors) -> None:
     """Reads the checkpoint into `tensors[part][name]`. Raises DataError if the checkpoint lacks one of them."""
     stored = open_tensors(checkpoint)
     if "ema" in tensors and not any(name.startswith("ema.") for name in stored.names):
         raise DataError(f"The checkpoint {checkpoint} has no moving average: its run had optim.ema_decay=null.")
-    named = by_canonical_name(model, tensors)
+    named = state_tensors.by_canonical_name(model, tensors)
     if missing := [name for name in named if name not in stored.names]:
         raise DataError(
             f"The checkpoint {checkpoint} has no {missing[0]}: another version of ngpt-train wrote it, which called "

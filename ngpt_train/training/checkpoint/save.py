@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ngpt_train.core.errors import DataError, in_one_line
 from ngpt_train.core.files import remove, sync, write_json
+from ngpt_train.training.checkpoint import state_tensors
 from ngpt_train.training.checkpoint.catalogue import (
     FORMAT,
     MANIFEST,
@@ -37,12 +38,6 @@ from ngpt_train.training.checkpoint.catalogue import (
     size_and_checksum,
     step_of,
 )
-from ngpt_train.training.checkpoint.state_tensors import (
-    by_canonical_name,
-    first_not_finite,
-    held_tensors,
-    statistics_of_all_ranks,
-)
 from ngpt_train.training.checkpoint.tensor_files import Piece, Place, pieces_of, write_tensors
 from ngpt_train.training.guards import NumericalError
 
@@ -54,23 +49,20 @@ logger = logging.getLogger(__name__)
 
 
 SPARE = 2**20  # bytes on the disk for the small files of a checkpoint
+OfPath = Callable[[Path], None]  # is called with a checkpoint
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """This rank's part of a checkpoint, before it is written.
-
-    bytes: of all ranks' tensors. progress: the content of state.json. add_files: writes more files into the directory,
-    on rank 0. loss: of the last step. problem: why this rank cannot write; None if it can.
-    """
+    """This rank's part of a checkpoint, before it is written."""
 
     step: int
     pieces: tuple[Piece, ...]
-    bytes: int
-    progress: Mapping[str, Any]
-    add_files: Callable[[Path], None]
-    loss: float | None
-    problem: str | None = None
+    bytes: int  # of all ranks' tensors
+    progress: Mapping[str, Any]  # the content of state.json
+    add_files: OfPath  # writes more files into the directory, on rank 0
+    loss: float | None  # of the last step; the manifest notes whether it had exploded
+    problem: str | None = None  # why this rank cannot write; None if it can
 
 
 @dataclass
@@ -89,26 +81,19 @@ class Checkpoints:
     _shares: tuple[dict[Place, int], set[Place], int] | None = field(default=None, init=False)
 
     def snapshot(
-        self, state: TrainState, position: Mapping[str, Any], add_files: Callable[[Path], None], loss: float | None
+        self, state: TrainState, position: Mapping[str, Any], add_files: OfPath, loss: float | None
     ) -> Snapshot:
         """The first part of a save: `state` and the position in the data. The pieces are views of the state, not
-        copies. A collective call.
-
-        `add_files` writes more files into the directory of the checkpoint. loss: of the last step, the same on every
-        rank; the manifest notes whether it had exploded. Raises, on every rank, NumericalError if the state holds NaN
-        or an infinity, and DataError if a rank cannot collect its part.
-        """
+        copies. A collective call; loss is the same on every rank. Raises, on every rank, NumericalError if the state
+        holds NaN or an infinity, and DataError if a rank cannot collect its part."""
         pieces, n_bytes = self._collect(state)
         progress = {**state.counters(), "world_size": self.world.size, "data": dict(position)}
         return Snapshot(state.step, pieces, n_bytes, progress, add_files, loss)
 
-    def write(self, snapshot: Snapshot, world: World, complete: Callable[[Path], None] = lambda _: None) -> Path:
-        """The second part of a save: writes, checks, renames, and deletes old checkpoints.
-
-        A collective call of `world`, all ranks in a group of their own. complete: called once the checkpoint has its
-        name, before others are deleted. Raises DataError on every rank if the checkpoint could not be written; earlier
-        checkpoints are then untouched.
-        """
+    def write(self, snapshot: Snapshot, world: World, complete: OfPath = lambda _: None) -> Path:
+        """The second part of a save: writes, checks, renames, and deletes old checkpoints. A collective call of
+        `world`, all ranks in a group of their own. complete: called before others are deleted. Raises DataError on
+        every rank, with earlier checkpoints untouched, if the checkpoint could not be written."""
         final = self.directory / f"step_{snapshot.step:08d}"
         work = self.directory / f"{UNFINISHED}{final.name}"
         problem = world.on_main(lambda: self._make_room(work, snapshot.bytes))
@@ -159,8 +144,8 @@ class Checkpoints:
         problem = unsound = None
         held: dict[Place, Piece] = {}
         try:
-            unsound = first_not_finite(state)
-            named = by_canonical_name(state.model, held_tensors(state))
+            unsound = state_tensors.first_not_finite(state)
+            named = state_tensors.by_canonical_name(state.model, state_tensors.held_tensors(state))
             held = {piece.place: piece for name, tensor in named.items() for piece in pieces_of(name, tensor)}
         except Exception as error:
             problem = in_one_line(error)
@@ -183,8 +168,8 @@ class Checkpoints:
             self._shares = sizes, shares[self.world.rank], sum(written)
         _, mine, of_all = self._shares
         # Every rank has the statistics of all ranks; the main rank writes them.
-        of_all_ranks = {"statistics": statistics_of_all_ranks(state.model, self.world)}
-        statistics = by_canonical_name(state.model, of_all_ranks)
+        of_all_ranks = {"statistics": state_tensors.statistics_of_all_ranks(state.model, self.world)}
+        statistics = state_tensors.by_canonical_name(state.model, of_all_ranks)
         own = [piece for place, piece in held.items() if place in mine]
         if self.world.is_main:
             own += [piece for name, tensor in statistics.items() for piece in pieces_of(name, tensor)]
@@ -245,12 +230,18 @@ class Checkpoints:
             kept |= {*best(self.directory, self.keep_best)}
             for step in sorted(steps)[: -self.keep_last]:
                 if steps[step] not in kept and (self.keep_every is None or step % self.keep_every):
-                    # Renamed first: a kill while deleting must not leave half a checkpoint under a good name.
-                    os.rename(steps[step], steps[step].with_name(f"{UNFINISHED}deleting-{steps[step].name}"))
+                    delete(steps[step])
             for leftover in self.directory.glob(f"{UNFINISHED}*"):
                 remove(leftover)
         except (OSError, DataError) as error:
             logger.warning("old checkpoints in %s could not be deleted: %s", self.directory, error)
+
+
+def delete(checkpoint: Path) -> None:
+    """Renames it first: a kill meanwhile leaves an unfinished checkpoint, which the next save deletes."""
+    doomed = checkpoint.with_name(f"{UNFINISHED}deleting-{checkpoint.name}")
+    os.rename(checkpoint, doomed)
+    remove(doomed)
 
 
 def _remove_if_possible(path: Path) -> None:
@@ -259,10 +250,8 @@ def _remove_if_possible(path: Path) -> None:
 
 
 def share(held: Sequence[Mapping[Place, int]]) -> list[set[Place]]:
-    """{places} for each rank to write: each place once, and about as many bytes on every rank.
-
-    held[rank][place]: bytes. Every rank computes the same.
-    """
+    """{places} for each rank to write: each place once, and about as many bytes on every rank. held[rank][place]:
+    bytes. Every rank computes the same."""
     holders: dict[Place, list[int]] = {}
     for rank, places in enumerate(held):
         for place in places:

@@ -32,10 +32,8 @@ Tensors = Mapping[str, Mapping[str, Tensor]]  # tensors[kind][name]; kind: "mode
 
 
 class RankRows(Tensor):
-    """A sharded tensor of the shape `size`. This rank holds `rows`, from number `first` on; there may be none.
-
-    It has the two methods of a DTensor that writing and reading a checkpoint need.
-    """
+    """A sharded tensor of the shape `size`. This rank holds `rows`, from number `first` on; there may be none. It has
+    the two methods of a DTensor that writing and reading a checkpoint need."""
 
     rows: Tensor
     first: int
@@ -64,19 +62,13 @@ class RankRows(Tensor):
 
 def parts_of(model: nn.Module) -> dict[str, dict[str, int]]:
     """parts[parameter][weight]: rows of each weight in each parameter of `model`, weights by canonical name."""
-    names = (name for name, _ in model.named_parameters())
-    stacked = (parts for _, parts in named_weights(model))
-    return {
-        name: {canonical(path): rows for path, rows in parts.items()}
-        for name, parts in zip(names, stacked, strict=True)
-    }
+    pairs = zip(model.named_parameters(), named_weights(model), strict=True)
+    return {name: {canonical(path): rows for path, rows in parts.items()} for (name, _), (_, parts) in pairs}
 
 
 def held_tensors(state: TrainState) -> Tensors:
-    """Weights and buffers, moments and moving averages: the memory of `state` itself, this rank's shards under FSDP2.
-
-    A moment has the optimizer's name for it, such as `exp_avg`. There are none before the first step.
-    """
+    """Weights and buffers, moments and moving averages: the memory of `state` itself, this rank's shards under FSDP2. A
+    moment has the optimizer's name for it, such as `exp_avg`. There are none before the first step."""
     # Between a validation and the next step FSDP2 lends the model whole matrices. state_dict takes them back.
     weights: dict[str, Tensor] = state.model.state_dict(keep_vars=True)
     names: dict[Tensor, str] = {}
@@ -113,10 +105,8 @@ def by_canonical_name(model: nn.Module, tensors: Tensors) -> dict[str, Tensor]:
 
 
 def cut(tensor: Tensor, parts: Mapping[str, int]) -> dict[str, Tensor]:
-    """Cuts `tensor` into a view for each part. parts: rows by name, in order.
-
-    A 0-dim tensor, such as a count of steps, goes to the first part; the others get copies.
-    """
+    """Cuts `tensor` into a view for each part. parts: rows by name, in order. A 0-dim tensor, such as a count of steps,
+    goes to the first part; the others get copies."""
     if len(parts) == 1:
         return dict.fromkeys(parts, tensor)
     if tensor.ndim == 0:
@@ -129,10 +119,9 @@ def cut(tensor: Tensor, parts: Mapping[str, int]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     begin = 0  # of the part
     for name, rows in parts.items():
-        mine = slice(max(begin, first), max(begin, first, min(begin + rows, first + len(local))))
-        found[name] = RankRows(
-            local[mine.start - first : mine.stop - first], mine.start - begin, torch.Size((rows, *tensor.shape[1:]))
-        )
+        start, stop = max(begin, first), max(begin, first, min(begin + rows, first + len(local)))  # of mine
+        size = torch.Size((rows, *tensor.shape[1:]))
+        found[name] = RankRows(local[start - first : stop - first], start - begin, size)
         begin += rows
     return found
 

@@ -36,10 +36,8 @@ class StoredTensors:
         return [entry.size.numel() for entry in self._stored.values()]
 
     def read(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copies stored values into `tensors`, by name; a tensor may be sharded.
-
-        Raises DataError if a tensor has another shape, or if the files lack a part of it.
-        """
+        """Copies stored values into `tensors`, by name; a tensor may be sharded. Raises DataError if a tensor has
+        another shape, or if the files lack a part of it."""
         for name, tensor in tensors.items():
             stored = self._stored[name]
             if stored.size != tensor.shape:

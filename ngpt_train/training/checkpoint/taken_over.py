@@ -11,10 +11,8 @@ from ngpt_train.training.checkpoint.catalogue import find_checkpoint
 
 
 def with_trained_model(arguments: Sequence[str]) -> list[str]:
-    """The model of run.init_from, which is among the arguments, and then `arguments`, which win.
-
-    Raises DataError without a checkpoint there.
-    """
+    """The model of run.init_from, which is among the arguments, and then `arguments`, which win. Raises DataError
+    without a checkpoint there."""
     given = {name.strip(): value.strip() for name, _, value in (x.partition("=") for x in arguments)}
     stored = read_yaml(find_checkpoint("run.init_from", given["run.init_from"].strip("'\"")) / "config.yaml")
     of_run = {"model": stored.model.name, **_model_arguments(stored)}

@@ -56,10 +56,8 @@ def pieces_of(name: str, tensor: Tensor) -> Iterator[Piece]:
 
 
 def write_tensors(path: Path, pieces: Sequence[Piece], kind: str) -> dict[str, Any]:
-    """Writes `pieces`, each of another tensor, to a new file and syncs it; returns its entry in the manifest.
-
-    kind: a value of checkpoint.checksum. Raises OSError.
-    """
+    """Writes `pieces`, each of another tensor, to a new file and syncs it; returns its entry in the manifest. kind: a
+    value of checkpoint.checksum. Raises OSError."""
     # Large elements first, so that all tensors are aligned.
     ordered = sorted(pieces, key=lambda piece: (-piece.rows.element_size(), piece.name))
     checksum, size = new_checksum(kind), 0
@@ -82,11 +80,8 @@ def _header(pieces: Sequence[Piece]) -> memoryview:
     end = 0
     for piece in pieces:
         begin, end = end, end + piece.rows.nbytes
-        header[piece.name] = {
-            "dtype": _DTYPES[piece.rows.dtype],
-            "shape": list(piece.rows.shape),
-            "data_offsets": [begin, end],
-        }
+        dtype, shape = _DTYPES[piece.rows.dtype], list(piece.rows.shape)
+        header[piece.name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return memoryview(len(text).to_bytes(8, "little") + text)

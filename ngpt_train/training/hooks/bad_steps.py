@@ -7,10 +7,11 @@ from typing import Any
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import told_by_rank_0
-from ngpt_train.core.files import read_json, remove, write_json
+from ngpt_train.core.files import read_json, write_json
 from ngpt_train.data.loader import Position, merged
-from ngpt_train.training.checkpoint.catalogue import UNFINISHED, last_good, list_checkpoints, step_of
+from ngpt_train.training.checkpoint.catalogue import last_good, list_checkpoints, step_of
 from ngpt_train.training.checkpoint.load import load_state
+from ngpt_train.training.checkpoint.save import delete
 from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, NumericalError
 from ngpt_train.training.hooks.saving import SaveCheckpoints
 from ngpt_train.training.loop import Hook, TrainingRun
@@ -19,11 +20,8 @@ from ngpt_train.training.state import TrainState
 
 
 class GoBack(Exception):
-    """Sends the run back to its last good checkpoint, to go on with the rows after `position`.
-
-    bad_step: the last step whose rows are left out. position: this rank's position after that step. why: the reason in
-    words. facts: the reason in numbers.
-    """
+    """Sends the run back to its last good checkpoint, to go on with the rows after `position`, this rank's. bad_step:
+    the last step whose rows are left out. why, facts: the reason in words and in numbers."""
 
     def __init__(self, bad_step: int, position: Position, why: str, facts: Mapping[str, float | None]) -> None:
         super().__init__(why)
@@ -31,10 +29,8 @@ class GoBack(Exception):
 
 
 class Rollback(Hook):
-    """Raises GoBack once the guards have seen a bad step, if there is a checkpoint to go back to.
-
-    advice: a sentence for the user, once the run has gone back too often.
-    """
+    """Raises GoBack once the guards have seen a bad step, if there is a checkpoint to go back to. advice: a sentence
+    for the user, once the run has gone back too often."""
 
     def __init__(self, directory: RunDirectory, saves: SaveCheckpoints, advice: Callable[[], str]) -> None:
         self._directory, self._saves, self._advice = directory, saves, advice
@@ -57,10 +53,8 @@ class Rollback(Hook):
         self._after.clear()
 
     def _may_go_back(self, state: TrainState) -> bool:
-        """True if there is a good checkpoint to go back to. A collective call.
-
-        Raises NumericalError if the run has gone back to this checkpoint guards.most_rollbacks times already.
-        """
+        """True if there is a good checkpoint to go back to. A collective call. Raises NumericalError if the run has
+        gone back to this checkpoint guards.most_rollbacks times already."""
         good = state.world.on_main(lambda: target(self._directory, state.config))
         if good is None:
             return False
@@ -95,15 +89,8 @@ def go_back(directory: RunDirectory, state: TrainState, back: GoBack) -> dict[st
     checkpoint = world.on_main(lambda: target(directory, state.config))
     assert checkpoint is not None  # the hook has seen it
     before = load_state(checkpoint, state)
-    rollback = {
-        "number": len(rollbacks) + 1,
-        "step": state.step,
-        "bad_step": back.bad_step,
-        "why": back.why,
-        **back.facts,
-        "first_row": before["rows"],
-        "last_row": after["rows"] - 1,
-    }
+    rollback = {"number": len(rollbacks) + 1, "step": state.step, "bad_step": back.bad_step, "why": back.why}
+    rollback |= {**back.facts, "first_row": before["rows"], "last_row": after["rows"] - 1}
     state.rollbacks = [*rollbacks, rollback]
     world.on_main(lambda: _note(directory, state))
     # data_hash is the sum over the rows that the weights have seen; `rows` also counts rows that are left out.
@@ -129,19 +116,14 @@ def describe(rollback: Mapping[str, Any]) -> str:
 def _note(directory: RunDirectory, state: TrainState) -> None:
     for path in list_checkpoints(directory.checkpoints):
         if step_of(path) > state.step:
-            # Renamed first: a kill meanwhile leaves an unfinished checkpoint, which the next save deletes.
-            doomed = path.with_name(f"{UNFINISHED}deleting-{path.name}")
-            path.rename(doomed)
-            remove(doomed)
+            delete(path)
     path = directory.path / "run.json"
     write_json(path, read_json(path) | {"saved": state.step, "rollbacks": state.rollbacks})
 
 
 class SkippedSteps(Hook):
     """Raises NumericalError after MAX_SKIPPED_IN_A_ROW skipped steps in a row, and after two at the planned end.
-
-    advice: a sentence for the user.
-    """
+    advice: a sentence for the user."""
 
     def __init__(self, advice: Callable[[], str]) -> None:
         self._advice = advice
@@ -152,10 +134,7 @@ class SkippedSteps(Hook):
         run.skipped = int(run.state.guards.skipped_in_a_row)
         if run.skipped < MAX_SKIPPED_IN_A_ROW and not (run.skipped > 1 and run.step == run.last):
             return
+        problem = f"{run.skipped} steps in a row, up to step {run.step}, had a gradient that is not finite"
+        fix = f"{self._advice()}, or look at the data after step {run.step - run.skipped}."
         in_fp16 = " The loss scale is 1: if fp16 overflows, use another precision." if run.state.loss_scale else ""
-        raise told_by_rank_0(
-            NumericalError(
-                f"{run.skipped} steps in a row, up to step {run.step}, had a gradient that is not finite and were "
-                f"skipped. {self._advice()}, or look at the data after step {run.step - run.skipped}.{in_fp16}"
-            )
-        )
+        raise told_by_rank_0(NumericalError(f"{problem} and were skipped. {fix}{in_fp16}"))

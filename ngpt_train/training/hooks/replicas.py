@@ -5,8 +5,6 @@ Replicas are computed from the same numbers, so they are equal to the bit. If th
 failed, and the ranks train different models whose gradients are averaged.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -35,17 +33,17 @@ class ReplicaError(RuntimeError):
 
 
 def check_replicas(state: TrainState) -> None:
-    """Raises ReplicaError, on every rank, if a replica differs in a bit.
-
-    A collective call, which waits for the device; one rank has nothing to compare.
-    """
+    """Raises ReplicaError, on every rank, if a replica differs in a bit. A collective call, which waits for the device;
+    one rank has nothing to compare."""
     if state.world.size == 1:
         return
+    buffers = dict(state.model.named_buffers())  # ranks may count in them what each has seen
     names, owners, sums = [], [], []
-    for name, tensor in _shared(state):
-        names.append(name)
-        owners.append(shard_number(tensor))  # 0 for a whole tensor
-        sums.append(checksum(tensor))
+    for name, tensor in with_names(state):
+        if name not in buffers and (not is_sharded(tensor) or replicas(tensor) > 1):
+            names.append(name)
+            owners.append(shard_number(tensor))  # 0 for a whole tensor
+            sums.append(checksum(tensor))
     ranks = state.world.gather((owners, torch.stack(sums).tolist() if sums else []))
     first: dict[tuple[int, int], tuple[int, int]] = {}  # the first rank that holds a shard of a tensor, and its sum
     for rank, (shards, of_rank) in enumerate(ranks):
@@ -58,20 +56,10 @@ def check_replicas(state: TrainState) -> None:
                 )
 
 
-def _shared(state: TrainState) -> Iterator[tuple[str, Tensor]]:
-    """Tensors with replicas on other ranks. Buffers are none: ranks may count in them what each has seen."""
-    buffers = {name for name, _ in state.model.named_buffers()}
-    for name, tensor in with_names(state):
-        if name not in buffers and (not is_sharded(tensor) or replicas(tensor) > 1):
-            yield name, tensor
-
-
 def checksum(tensor: Tensor) -> Tensor:
     """A sum modulo 2^64 over this rank's elements: the bits of each, as an integer, times an odd factor of its place.
-
-    0-dim int64, without rounding. So one changed element changes it, and so do two exchanged elements. Computed on the
-    tensor's device, with memory for PART elements.
-    """
+    0-dim int64, without rounding, on the tensor's device, with memory for PART elements. One changed element changes
+    it, and so do two exchanged ones."""
     bits = local_rows(tensor).detach().contiguous().view(_INTEGERS[tensor.element_size()]).flatten()
     factors = torch.arange(1, min(PART, len(bits)) + 1, device=bits.device) * _ODD
     factors = (factors ^ (factors >> 32)) | 1  # no longer evenly spaced, so that two exchanges do not cancel

@@ -21,7 +21,7 @@ from ngpt_train.core.files import text_of
 from ngpt_train.core.recorded import ALARM
 from ngpt_train.data.loader import merged
 from ngpt_train.distributed.world import RankLostError
-from ngpt_train.training.checkpoint.save import Checkpoints, Snapshot, gb
+from ngpt_train.training.checkpoint.save import Checkpoints, OfPath, Snapshot, gb
 from ngpt_train.training.checkpoint.tensor_files import Piece, Place
 from ngpt_train.training.loop import Hook, TrainingRun, due
 from ngpt_train.training.state import TrainState
@@ -41,15 +41,8 @@ class SaveCheckpoints(Hook):
     after one skipped step: a planned end could not be got beyond by the same command, another would lose steps.
     """
 
-    def __init__(
-        self,
-        run: TrainingRun,
-        checkpoints: Checkpoints,
-        saved: Callable[[Path], None],
-        add_files: Callable[[Path], None],
-    ) -> None:
-        """saved: called on rank 0 with each complete checkpoint. add_files: writes more files into a checkpoint, on
-        rank 0. A collective call."""
+    def __init__(self, run: TrainingRun, checkpoints: Checkpoints, saved: OfPath, add_files: OfPath) -> None:
+        """On rank 0 `saved` gets each complete checkpoint, `add_files` writes more files. A collective call."""
         self._saves = Saves(checkpoints, run.state, saved, run.say)
         self.has_failed = self._saves.has_failed
         self._add_files = add_files
@@ -122,15 +115,11 @@ class SaveCheckpoints(Hook):
 
 
 class Saves:
-    """The saves of one start of a run: in order, and one at a time.
+    """The saves of one start of a run: in order, and one at a time. saved: called on rank 0 with each complete
+    checkpoint, from the thread if there is one. say: takes one line for people, from the main thread alone. The
+    constructor is a collective call."""
 
-    saved: called on rank 0 with each complete checkpoint, from the thread if there is one. say: takes one line for
-    people, from the main thread alone. The constructor is a collective call.
-    """
-
-    def __init__(
-        self, checkpoints: Checkpoints, state: TrainState, saved: Callable[[Path], None], say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, checkpoints: Checkpoints, state: TrainState, saved: OfPath, say: Callable[[str], None]) -> None:
         self._checkpoints, self._saved, self._say = checkpoints, saved, say
         beside, why = resolve_asynchronous(state.config.checkpoint.asynchronous, state)
         self.described = f"checkpoints are written {'beside training' if beside else 'while training waits'} ({why})"
@@ -142,9 +131,7 @@ class Saves:
         self._error: Exception | None = None
         self._unsettled = False  # True if a save has been complete since the last `settle`
 
-    def save(
-        self, state: TrainState, position: Mapping[str, Any], add_files: Callable[[Path], None], loss: float | None
-    ) -> None:
+    def save(self, state: TrainState, position: Mapping[str, Any], add_files: OfPath, loss: float | None) -> None:
         """Begins a save; without staging, also ends it. Arguments and errors as for Checkpoints.snapshot and write.
         Call `settle` between two saves."""
         assert self._thread is None
@@ -221,11 +208,9 @@ class Saves:
 
 
 class Staging:
-    """Buffers for the pieces that this rank writes, in the host's memory, used again for each checkpoint.
-
-    On a GPU they are pinned, and a stream of its own fills them. The host does not wait. On the device the optimizer's
-    next step waits for the copies, because it overwrites their sources.
-    """
+    """Buffers for the pieces that this rank writes, in the host's memory, used again for each checkpoint. On a GPU they
+    are pinned, and a stream of its own fills them. The host does not wait. On the device the optimizer's next step
+    waits for the copies, because it overwrites their sources."""
 
     def __init__(self, device: torch.device, optimizer: torch.optim.Optimizer) -> None:
         self._buffers: dict[Place, Tensor] = {}
@@ -267,9 +252,7 @@ class Staging:
 def staged_bytes(state: TrainState) -> int:
     """Estimated bytes of this rank's copies: its share of weights, Adam's two moments and the moving average."""
     parts = 3 if state.ema is None else 4
-    return (
-        parts * sum(weight.numel() * weight.element_size() for weight in state.model.parameters()) // state.world.size
-    )
+    return parts * sum(weight.nbytes for weight in state.model.parameters()) // state.world.size
 
 
 def resolve_asynchronous(asked: bool | str, state: TrainState) -> tuple[bool, str]:

@@ -67,11 +67,8 @@ class StopRequest:
 
 
 class Patience:
-    """Ends a trainer's wait for a row of streamed text: after a time, or when the process is told to stop.
-
-    With several ranks, the others wait for this rank in the next step, so that nothing can be saved. Then the process
-    waits for its row LAST_SECONDS longer.
-    """
+    """Ends a trainer's wait for a row of streamed text: after a time, or when the process is told to stop; of several
+    ranks LAST_SECONDS later, because the others wait in the next step, and nothing can be saved."""
 
     def __init__(self, stop: StopRequest, world: World, fetch_minutes: float) -> None:
         """fetch_minutes: data.fetch_minutes, a worker's limit for a shard; decoding may take as long again."""
@@ -81,10 +78,8 @@ class Patience:
     def __call__(self, seconds: float) -> None:
         """seconds: of waiting so far. Raises StoppedWaitingError or DataError."""
         if self._stop.reason and (self._alone or seconds > LAST_SECONDS):
-            raise StoppedWaitingError(
-                f"{self._stop.reason}, while rank {self._rank} waited for rows; the same command goes on from the last "
-                "checkpoint"
-            )
+            problem = f"{self._stop.reason}, while rank {self._rank} waited for rows"
+            raise StoppedWaitingError(f"{problem}; the same command goes on from the last checkpoint")
         if seconds > self._longest:
             raise DataError(
                 f"rank {self._rank} has waited {seconds / 60:.1f} minutes for a row, twice data.fetch_minutes: a data "
@@ -111,11 +106,8 @@ class StopTogether(Hook):
         news: Callable[[], bool] = lambda: False,
         hear: Callable[[TrainingRun], None] = lambda run: None,
     ) -> None:
-        """step: number of completed steps; the first question follows the next one. clock: in seconds.
-
-        news: True if this rank has news for all ranks, such as a failed save. Then all ranks call `hear` after the same
-        step.
-        """
+        """step: number of completed steps; the first question follows the next one. clock: in seconds. news: True if
+        this rank has news for all ranks, such as a failed save. Then all ranks call `hear` after the same step."""
         self._stop, self._world, self._clock, self._news, self._hear = stop, world, clock, news, hear
         self.heard = False
         self._steps_between, self._next_question = 1, step + 1

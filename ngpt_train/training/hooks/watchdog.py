@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -39,11 +38,9 @@ EXIT_CODE = 1  # which torchrun starts again
 
 
 class Watchdog(Hook):
-    """Gives this rank's beats, and watches the next rank. Does nothing for a single rank, or for seconds=0.
-
-    seconds: a rank hangs after so many without a beat, or in a step of at least LONGER times as many. on_end: called
-    with the reason, on one rank, before the processes end.
-    """
+    """Gives this rank's beats, and watches the next rank. Does nothing for a single rank, or for seconds=0. seconds: a
+    rank hangs after so many without a beat, or in a step of at least LONGER times as many. on_end: called with the
+    reason, on one rank, before the processes end."""
 
     def __init__(self, world: World, seconds: float, on_end: Callable[[str], None]) -> None:
         self._world, self._seconds, self._on_end = world, seconds, on_end
@@ -54,10 +51,7 @@ class Watchdog(Hook):
         self._looks = 0  # at the store, that the store has answered
         self._thread: threading.Thread | None = None
         if world.size > 1 and seconds:
-            # A connection of its own: the beats go on while the main thread waits for the store.
-            store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-            # torchrun may keep its store for the next start, which must not read the end of this one.
-            self._store = dist.PrefixStore(f"ngpt_train/watchdog/{world.on_main(lambda: uuid.uuid4().hex)}", store)
+            self._store = world.own_store("watchdog")
             self._beat_number = 0
             self._give_sign()  # the first one here, so that a rank that is stopped at once has given one
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -134,9 +128,8 @@ class Watchdog(Hook):
             several = self._thread is not None and self._world.size > self._world.local_size
             if not several or hasattr(error, "exit_code") or not (gone := self._who_is_gone()):
                 raise
-            raise RankLostError(
-                f"{gone} is gone; the same command goes on from the last checkpoint. {error}"
-            ) from error
+            lost = f"{gone} is gone; the same command goes on from the last checkpoint"
+            raise RankLostError(f"{lost}. {error}") from error
 
     def _who_is_gone(self) -> str:
         """Names the silent ranks (two beats without a sign of life); empty if there are none."""
@@ -204,12 +197,10 @@ class Watchdog(Hook):
                 beat = self._beat(rank)
                 stacks.setdefault("  no answer\n", []).append(_who(rank, beat) if beat else f"rank {rank}")
         ordered = sorted(stacks.items(), key=lambda item: _waits_for_others(item[0]))
-        parts = [f"{'; '.join(ranks)}:\n{stack}" for stack, ranks in ordered]
         suspects = [who for stack, ranks in ordered if not _waits_for_others(stack) for who in ranks]
         blamed = f"not waiting for others: {'; '.join(suspects)}" if suspects else "all wait for others"
-        return f"hung: {reason}; {blamed}. All ranks end, and the same command goes on from the last checkpoint.\n" + (
-            "".join(parts)
-        )
+        line = f"hung: {reason}; {blamed}. All ranks end, and the same command goes on from the last checkpoint.\n"
+        return line + "".join(f"{'; '.join(ranks)}:\n{stack}" for stack, ranks in ordered)
 
 
 _END, _PRINTER = "end", "printer"

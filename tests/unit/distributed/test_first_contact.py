@@ -175,7 +175,7 @@ def test_a_resume_keeps_the_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_what_is_insisted_on(key: str, value: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Caught: plain PyTorch in the place of what the config names."""
     playing(monkeypatch, {name: WRONG})
-    monkeypatch.setitem(module, "choose_kernels", lambda *_: None)
+    monkeypatch.setattr(module["layouts"], "choose_kernels", lambda *_: None)
     config = config_of("ngpt", tmp_path, kernels="auto")
     setattr(config.kernels, key, value)
     with pytest.raises(ConfigError, match=rf"kernels.*={value}: on cpu .* must not run: it is wrong .*kernels.*=auto"):

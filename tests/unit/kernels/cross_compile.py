@@ -120,9 +120,9 @@ def of_adam() -> Iterator[Launch]:
     for d in (1024, 1280, 8192):
         rows, columns, num_warps = adam.geometry(d)
         for gradient in ("fp32", "bf16"):
-            pointers = ["*fp32", f"*{gradient}", "*fp32", "*fp32", "*bf16", "*fp32", "fp32", "*fp32", "*fp32"]
-            arguments = [*pointers, "fp32", 4096 + 1, d, d, 1, *["fp32"] * 7]
-            constants = {"LR_ON_DEVICE": False, "ROWS": rows, "COLUMNS": columns}
+            pointers = ["*fp32", f"*{gradient}", "*fp32", "*fp32", "*bf16", "*fp32", "*fp32", "*fp32"]
+            arguments = [*pointers, "fp32", 4096 + 1, d, d, 1, *["fp32"] * 8]
+            constants = {"ROWS": rows, "COLUMNS": columns}
             yield Launch(f"d={d} gradient in {gradient}", adam.adam_rows_kernel, arguments, constants, num_warps)
 
 

@@ -177,14 +177,6 @@ def test_a_step_that_is_skipped(kernels: str, step: int) -> None:
     assert error(moved_on["weight"], formula(state, matrix(17, 64, 3), 5, 2.0, **OPTIONS)["weight"]) <= 1e-6
 
 
-def test_rates_on_the_device() -> None:
-    """Caught: a tensor's address for its value."""
-    state, gradient = started(4, 64), matrix(4, 64, 3, 0.05)
-    expected = moved(state, gradient, 2, **OPTIONS)
-    actual = moved(state, gradient, 2, **OPTIONS | {"lr": torch.tensor(OPTIONS["lr"])})
-    assert error(actual["weight"], expected["weight"]) <= 1e-7
-
-
 def test_extreme_rows() -> None:
     """Caught: 0 / 0 for a row of zeros, a length below 1e-12 divided by itself, NaN hidden by a maximum."""
     zeros = torch.zeros(4, 64)
@@ -243,7 +235,7 @@ def test_what_the_kernel_does_not_know_runs_in_torch(weight: Tensor, monkeypatch
 
 def arguments(state: State, gradient: Tensor) -> dict[str, Any]:
     """Arguments of the raw operation."""
-    tensors = {"copy": None, "grad_scale": torch.tensor(1.5), "found_inf": torch.zeros(()), "lr_on_device": None}
+    tensors = {"copy": None, "grad_scale": torch.tensor(1.5), "found_inf": torch.zeros(())}
     numbers = {name: x for name, x in OPTIONS.items() if name != "constraint"} | {"floor": 1e-12}
     return tensors | state | {"gradient": gradient, "step": torch.tensor(2.0)} | numbers
 

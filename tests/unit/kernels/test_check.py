@@ -44,7 +44,7 @@ CALLS = {
 }
 OTHERS = {
     "swiglu without scales": call("swiglu", 3, 2, 12, scaled=False),
-    "swiglu, strided": Call("swiglu", (3, 2, 12), "float32", (40, 20, 1), (("scaled", True),)),
+    "swiglu, strided": Call("swiglu", [3, 2, 12], "float32", [40, 20, 1], {"scaled": True}),
     "swiglu, one row": call("swiglu", 1, 1, 12, scaled=True),
     "swiglu in fp16": call("swiglu", 3, 2, 12, dtype=torch.float16, scaled=True),
     "rotary of documents": call("rotary", 3, 2, 16, options=[2, 1, True, False], of_rows=True, scaled=False),
