@@ -97,7 +97,10 @@ class Validation:
         self.n_bytes = 0 if isinstance(rows, LabelRows) else int(n_bytes[self.targets].sum())
         self.rows_hash = hash_of(tokens, targets)
         self.chunk = min(self.n_rows, max(1, CHUNK_TOKENS // context))
-        self._n_chunks = -(-self.n_rows // self.chunk)
+
+    @property
+    def _n_chunks(self) -> int:
+        return -(-self.n_rows // self.chunk)
 
     @torch.no_grad()
     def row_losses(self, model: Decoder, world: World) -> RowLosses:
