@@ -77,7 +77,7 @@ def choose(config: Config, overrides: Sequence[str] = ()) -> Choice:
 
 
 def planned_layout(config: Config) -> Layout:
-    """The layout of a rank of plan.world_size, on GPUs unless train.device=cpu. Raises ConfigError if none fits."""
+    """The layout of a rank of plan.world_size, on GPUs unless train.device=cpu. Raises ConfigError if there is none."""
     world_size, device = config.plan.world_size, "cpu" if config.train.device == "cpu" else "cuda"
     micro_rows = resolve_micro_rows(config, world_size)
     ranks_per_host = min(world_size, config.plan.ranks_per_host)

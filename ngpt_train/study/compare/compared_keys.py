@@ -154,8 +154,9 @@ def without_effect(config: Mapping[str, Any]) -> set[str]:
     architecture = architectures().get(config.get("model.name", ModelConfig.name))
     if architecture is None:
         return set()
-    known = {key for key in schema_keys(architecture) if key.startswith(("model.", "optim."))}
-    built = build({key: value for key, value in config.items() if key in known}, architecture)
+    known = {name: key for name, key in schema_keys(architecture).items() if name.startswith(("model.", "optim."))}
+    valid = {name: x for name, x in config.items() if name in known and known[name].problem(x) is None}
+    built = build(valid, architecture)
     of_model = {f"model.{name}" for _, name in built.model.without_effect()}
     return of_model | {f"optim.{name}" for _, name in built.optim.without_effect()}
 

@@ -18,6 +18,7 @@ from ngpt_train.study.compare.compared_keys import (
     PLACES_OF_TEXT,
     covers,
     is_harmless,
+    without_effect,
 )
 from ngpt_train.study.compare.given_runs import check_comparable
 from ngpt_train.study.compare.referee import examine
@@ -274,6 +275,13 @@ def test_a_tuned_key_without_an_effect_in_the_other_arm(
     arms = {"a": tuned, "b": [plant(tmp_path / "b", config_of(*other))]}
     found = by_key(examine(arms, {"a": [key]}, ["model.name", "model.constraint", "optim.name"]))
     assert found[key]["kind"] == kind
+
+
+def test_values_that_the_schema_refuses_have_an_effect() -> None:
+    """Caught: a traceback for a config that no `train` of ours would take."""
+    config = {"model.name": "ngpt", "model.s_z.init": [1, 2], "optim.name": ["a"], "model.constraint": "none"}
+    assert "model.init.hidden" not in without_effect(config)
+    assert "model.init.hidden" in without_effect(config | {"model.constraint": ["none"]})
 
 
 def test_values_that_were_tried_and_not_taken(tmp_path: Path) -> None:
