@@ -1,7 +1,6 @@
 """The files of `analyze`: analysis.json and analysis.parquet with all digits of every point; page.html, which opens
 without a network, and each figure as PNG and SVG."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -43,11 +42,6 @@ def _curve(run: str, curve: Curve) -> dict[str, Any]:
 
 def _finite(values: Any) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values.tolist()]
-
-
-def write_json(content: Mapping[str, Any], path: Path) -> None:
-    """Writes one line: with indents, each of a million numbers would have its own line."""
-    write_atomically(path, (json.dumps(content, allow_nan=False) + "\n").encode())
 
 
 def write_parquet(measured: Measured, path: Path) -> None:

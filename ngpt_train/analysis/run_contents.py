@@ -15,7 +15,7 @@ from ngpt_train.analysis.measures.matrices import renormalized
 from ngpt_train.analysis.measures.of_run import OfRun
 from ngpt_train.config.stored import read_yaml
 from ngpt_train.core.errors import DataError
-from ngpt_train.core.files import json_lines
+from ngpt_train.core.recorded import Record, read_records
 from ngpt_train.evaluation.restore import Restored
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.weights import canonical, export_weights
@@ -45,15 +45,11 @@ def run_directory(path: Path) -> Path:
     return path.parent.parent if path.parent.name == "checkpoints" else path
 
 
-def records(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """The train and telemetry records of a run; none without metrics.jsonl. path: the run or one of its checkpoints."""
-    found: dict[str, list[dict[str, Any]]] = {"train": [], "telemetry": []}
-    metrics = run_directory(path) / "metrics.jsonl"
-    if metrics.is_file():
-        for _, record in json_lines(metrics):
-            if record is not None and record.get("kind") in found and isinstance(record.get("step"), int):
-                found[record["kind"]].append(record)
-    return found
+def records(path: Path) -> dict[str, list[Record]]:
+    """The train and telemetry records of a run; none without metrics.jsonl. path: the run or one of its checkpoints.
+    Raises DataError where a field is not of its kind."""
+    kinds, metrics = ("train", "telemetry"), run_directory(path) / "metrics.jsonl"
+    return read_records(metrics, kinds)[0] if metrics.is_file() else {kind: [] for kind in kinds}
 
 
 def live_run(key: str, value: str) -> tuple[Path, OfRun]:

@@ -70,9 +70,10 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Writes `content` to `path` as JSON, secrets redacted, atomically (see `write_atomically`)."""
-    write_atomically(path, (json.dumps(redacted(content), indent=2) + "\n").encode())
+def write_json(path: Path, content: Any, indent: int | None = 2) -> None:
+    """Writes `content` to `path` as JSON, secrets redacted, atomically (see `write_atomically`). indent: None for one
+    line, since with indents each number of a long list has its own line."""
+    write_atomically(path, (json.dumps(redacted(content), indent=indent) + "\n").encode())
 
 
 def open_file(path: Path, most: int) -> BufferedReader:

@@ -21,6 +21,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from ngpt_train.config.keys import AUTO
+from ngpt_train.core.cpus import whole_cpus
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.launcher import end_with_parent
 from ngpt_train.data.sources.source import Counts, Shard, ShardSource, halves, place_of
@@ -93,8 +94,7 @@ class Tokenizing:
 
 def n_processes(setting: int | str, n_units: int) -> int:
     """The number of processes for `data.prepare_workers`, at most one for each unit."""
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(available if setting == AUTO else int(setting), n_units))
+    return max(1, min(whole_cpus() if setting == AUTO else int(setting), n_units))
 
 
 def chunks_in_order(

@@ -12,6 +12,7 @@ from pathlib import Path
 from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import read_yaml
 from ngpt_train.config.validate import show
+from ngpt_train.core.cpus import whole_cpus
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import DirectoryLock, write_json
 from ngpt_train.study.begun_study import check_stored, mismatch
@@ -20,7 +21,7 @@ from ngpt_train.study.cost import cost_of_phases, costs, measure, rehearsal, tab
 from ngpt_train.study.definition import LR, Study, check_arm, hashable, read_study, write_study
 from ngpt_train.study.descent import write_phases
 from ngpt_train.study.engines import Ended, Engine, Job
-from ngpt_train.study.engines.local import local_engine, usable_cores, usable_gpus
+from ngpt_train.study.engines.local import local_engine, usable_gpus
 from ngpt_train.study.engines.slurm import slurm_engine
 from ngpt_train.study.points import FAILED, FAILURES, Point, Result, Results, Runs, differences, failure_record
 from ngpt_train.study.progress_lines import ProgressLines
@@ -55,7 +56,7 @@ def make(verb: str, config: Config, overrides: Sequence[str], options: Sequence[
         engine: Engine
         if is_here:
             on_cpu = all(one.train.device == "cpu" for one in configs.values())
-            engine = local_engine(config.study, [] if on_cpu else usable_gpus(), usable_cores(), study.runs)
+            engine = local_engine(config.study, [] if on_cpu else usable_gpus(), whole_cpus(), study.runs)
         else:
             engine = slurm_engine(config.study, study.path, is_used=not config.study.dry_run)
         sizes = measure(configs, engine.threads, is_here)

@@ -131,6 +131,6 @@ def _scaled(model: ModelConfig, name: str, width: int) -> int:
     value = int(getattr(model, name))
     if value * width % model.d_model:
         problem = f"model.{name}={value} of model.d_model={model.d_model} is no whole number at {width}"
-        fix = f"Choose multiples of the width of a head, {model.d_model // model.n_heads}, or set model.{name}"
+        fix = f"Choose multiples of the width of a head, {model.d_head}, or set model.{name}"
         raise mistake(f"transfer.widths={show([width])}: {problem}", fix)
     return value * width // model.d_model

@@ -61,15 +61,14 @@ def look(config: Config, local_rank: int, report: Report) -> None:
     device = resolve_device(config.train.device, local_rank)  # raises what `train` raises
     report(device=str(device), kernels=dispatch.why_no_triton())
     precision = resolve_precision(config.train.precision, device.type)
-    d_head = config.model.d_model // config.model.n_heads
     report(precision=str(precision).removeprefix("torch."))
     try:
         dispatch.choose(config.kernels.kind)
-        attention.choose(config.kernels.attention, device, d_head, precision)
+        attention.choose(config.kernels.attention, device, config.model.d_head, precision)
     except ValueError as error:
         report(kernels_refused=str(error))
     try:
-        report(flash=f"version {flash.find(device, d_head, precision).version}")
+        report(flash=f"version {flash.find(device, config.model.d_head, precision).version}")
     except flash.NoKernel as error:
         report(no_flash=str(error))
     if device.type == "cuda":

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ngpt_train.config.schema import Config
+from ngpt_train.core.cpus import usable_cpus
 from ngpt_train.core.files import text_of
 from ngpt_train.doctor.bounded import Report
 from ngpt_train.doctor.findings import OK, WARNING, WRONG, Answer, Finding, differences, gb, of_each, unchecked
@@ -54,13 +55,6 @@ def look(report: Report) -> None:
         report(shm=None, shm_problem=error.strerror)
     report(variables={name: value for name, value in sorted(os.environ.items()) if SHOWN.search(name)})
     report(interfaces=[name for _, name in socket.if_nameindex()], infiniband=Path("/sys/class/infiniband").is_dir())
-
-
-def usable_cpus() -> float:
-    """The CPUs of this process, by its affinity and its container's quota."""
-    cpus = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    quota, _, period = text_of(Path("/sys/fs/cgroup/cpu.max")).partition(" ")
-    return min(cpus, int(quota) / int(period)) if quota.isdecimal() and period.isdecimal() else cpus
 
 
 def judge(config: Config, answers: Sequence[Answer], on_gpus: bool, memory_of_a_rank: int | None) -> Iterator[Finding]:

@@ -54,7 +54,7 @@ class AnGPTLayout(Layout):
     def to_foreign(self, weights: Tensors, config: ModelConfig) -> dict[str, Tensor]:
         assert isinstance(config, AnGPTConfig)
         w = {name: weight.double() for name, weight in weights.items()}
-        d, d_mlp, d_head = config.d_model, config.d_mlp or 4 * config.d_model, config.d_model // config.n_heads
+        d, d_mlp, d_head = config.d_model, config.d_mlp or 4 * config.d_model, config.d_head
         nu_uv = math.sqrt(d / d_mlp)
         D = torch.ones(d, dtype=torch.float64)
         norm = F.pad(torch.full((d,), CONSTANT * math.sqrt(PADS / (d + PADS)), dtype=torch.float64), (0, PADS))

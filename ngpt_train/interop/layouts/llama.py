@@ -84,7 +84,7 @@ class LlamaLayout(Layout):
             "num_hidden_layers": config.n_layers,
             "num_attention_heads": config.n_heads,
             "num_key_value_heads": config.n_kv_heads or config.n_heads,
-            "head_dim": config.d_model // config.n_heads,
+            "head_dim": config.d_head,
             "hidden_act": config.activation,
             "max_position_embeddings": config.context,
             "rms_norm_eps": config.norm_eps,
@@ -137,7 +137,7 @@ def names(config: ModelConfig) -> dict[str, str]:
 def _stored(name: str, weight: Tensor, config: ModelConfig, reorder: Callable[[Tensor, int], Tensor]) -> Tensor:
     """The weight as the other side stores it. reorder: `to_half` for an export, `to_interleaved` for an import."""
     if name.rpartition(".")[2] in ROTATED and config.rope_layout == "interleaved":
-        return reorder(weight, config.d_model // config.n_heads)
+        return reorder(weight, config.d_head)
     return turned(name, weight)
 
 
@@ -257,7 +257,7 @@ def logits_of_transformers(weights: Tensors, config: GPTConfig, tokens: Tensor) 
     This function rounds as transformers does, so its difference to an exported model is 0. weights: by canonical name,
     fp32. It copies one layer at a time.
     """
-    n_kv_heads, d_head = config.n_kv_heads or config.n_heads, config.d_model // config.n_heads
+    n_kv_heads, d_head = config.n_kv_heads or config.n_heads, config.d_head
     cos, sin = angles(tokens.shape[1], d_head, config.rope_base)
     act = F.silu if config.activation == "silu" else F.gelu
 

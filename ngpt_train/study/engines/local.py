@@ -100,10 +100,6 @@ def began_with(run: Path) -> int | None:
     return None
 
 
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def usable_gpus(
     environment: Mapping[str, str] = os.environ, driver: Path = Path("/proc/driver/nvidia/gpus")
 ) -> list[str]:

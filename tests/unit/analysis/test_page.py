@@ -17,7 +17,6 @@ from ngpt_train.analysis.analysis_files import (
     as_json,
     html,
     thinned,
-    write_json,
     write_page,
     write_parquet,
     write_pictures,
@@ -26,6 +25,7 @@ from ngpt_train.analysis.measures.of_run import Curve
 from ngpt_train.analysis.paper_figures import Measured, Skipped
 from ngpt_train.analysis.probe_losses import report
 from ngpt_train.analysis.token_classes import of_position
+from ngpt_train.core.files import write_json
 from ngpt_train.report.page.chart import styles
 from ngpt_train.report.page.html import table
 
@@ -74,7 +74,7 @@ def test_numbers_keep_all_digits(tmp_path: Path) -> None:
     """Caught: infinity as a number in JSON; curves that are thinned in the data; a panel without curves."""
     measured = example()
     content = content_of(measured)
-    write_json(content, tmp_path / "analysis.json")
+    write_json(tmp_path / "analysis.json", content, indent=None)
     write_parquet(measured, tmp_path / "analysis.parquet")
     found = json.loads((tmp_path / "analysis.json").read_text(), parse_constant=pytest.fail)
     panel = found["figures"]["ngpt_10"]["panels"]["wq"]
