@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from ngpt_train.config.architectures import all_keys
@@ -52,18 +53,14 @@ def parse(arguments: Iterable[str], options: Options) -> Overrides:
 def expand(arguments: Iterable[str]) -> list[list[str]]:
     """The jobs of a multirun: every combination of the values that `key=a,b`, `key=choice(a,b)` or
     `key=range(1,5)` list, the last argument varying fastest."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import QuotedString, Transformer
     from hydra.errors import HydraException
 
-    parser, keys = OverridesParser.create(), all_keys()
+    keys = all_keys()
     axes: list[list[str]] = []
     for argument in arguments:
         name = argument.partition("=")[0].strip()
-        try:
-            override = parser.parse_override(argument)
-        except HydraException:
-            override = None  # parse() says what is wrong, or takes it as text
+        override = _parsed(argument)  # None: parse() says what is wrong, or takes it as text
         if override is None or not override.is_sweep_override():
             axes.append([argument])
             continue
@@ -113,9 +110,6 @@ def _split(argument: str, groups: Options) -> tuple[str, str]:
 def _typed(key: Key, raw: str) -> Any:
     """The value that `raw` stands for. Free text is taken as it is, so that a prompt may hold any character;
     all else is read by Hydra's grammar, and what that cannot read stays text for check_leaf to refuse."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
     if key.is_free_text:
         if raw.lower() == "null":
             return None
@@ -123,12 +117,22 @@ def _typed(key: Key, raw: str) -> Any:
         return raw[1:-1] if quoted else raw
     if len(raw) > _MOST_CHARACTERS:
         raise mistake(f"{key.name}={raw[:40]}...: {len(raw):,} characters", f"{key.name} must be {key.expected()}")
-    try:
-        override = OverridesParser.create().parse_override(f"{key.name}={raw}")
-    except (HydraException, ValueError):  # a number of thousands of digits is a ValueError
+    if (override := _parsed(f"{key.name}={raw}")) is None:
         return raw
     if override.is_sweep_override():
         problem = f"{key.name}={raw}: several values, but {key.name} takes one: {key.expected()}"
         raise mistake(problem, f"To run them one after the other add -m; a list is written {key.name}=[a,b]")
     value = override.value()
     return [value] if list in key.types and value in (key.choices or ()) else value
+
+
+@lru_cache(maxsize=4096)  # a study composes the same words hundreds of times, and Hydra takes a millisecond for each
+def _parsed(argument: str) -> Any:
+    """Hydra's reading of `key=value`; None if its grammar cannot read it."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return OverridesParser.create().parse_override(argument)
+    except (HydraException, ValueError):  # a number of thousands of digits is a ValueError
+        return None
