@@ -29,6 +29,10 @@ scripts/atlas.py` from [atlas.yaml](atlas.yaml) and the studies' `report.json`.
 - A baseline is as its study tuned it. With its head and embedding tuned, GPT with AdamW ends 0.09 lower than in
   `optimizers` ([third arms](studies/README.md#third-arms)), and fully tuned 0.19 lower than in `gpt_vs_ngpt`
   ([fully tuned](studies/README.md#fully-tuned-arms)).
+- `NAME/fresh_seeds` repeats the two best points of a study with eight seeds that chose nothing. Where both are here, it
+  is what we conclude.
+- Options of which nobody claims a gain have no row: `model.constraint=ball`, tied embeddings of nGPT, a soft cap of
+  GPT's logits.
 - nuGPT and HyperP claim rates that carry over; [how theirs drift over depth](studies/README.md#rules-for-depth) is not
   resolved.
 - *Step*: the arm's time of a step over the baseline's, where both were measured in turn. Repeats differ by up to 0.15.
