@@ -241,6 +241,9 @@ class NGPTConfig(ScaledConfig):
 
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         yield from super().conflicts(config)
+        if self.logit_preconditioning is not None and self.s_z.kind != "vector":
+            fix = "Set model.s_z.kind=vector, or model.logit_preconditioning=null"
+            yield "model.logit_preconditioning model.s_z.kind", "s_z / mean(s_z) of one number is 1 for every q", fix
         if self.lr_rule == "none":
             return
         if config.optim.lr_rule != "none":

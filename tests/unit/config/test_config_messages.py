@@ -137,6 +137,7 @@ COMMAND_LINES: dict[str | tuple[str, ...], str] = {
     "model.tied_embeddings=true optim.groups.output=1": "optim.groups.output=1.0 | optim.groups.embedding",
     "recipe=nugpt optim.groups.vector=1": "optim.groups.vector=1.0 | a rate for each | model.lr_rule=none",
     "recipe=nugpt optim.name=muon optim.lr=1": "model.lr_rule=nugpt | of Adam's steps | optim.name=adam",
+    "model=ngpt model.logit_preconditioning=1 model.s_z.kind=scalar": "one number is 1 | s_z.kind=vector",
     "model=composed model.norm=layer_plain optim.name=muonh optim.lr=1 optim.weight_decay=0": "no gain | muon",
     "model=composed model.norm_placement=reordered optim.name=adamh optim.lr=1 optim.weight_decay=0": "before them",
     "model=gpt model.init.residual=0 optim.name=adamh optim.lr=1 optim.weight_decay=0": "the length 0 | muon",
