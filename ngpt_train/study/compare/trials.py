@@ -1,6 +1,6 @@
 """The runs of an arm as trials: budget, tuned values, seed, and the end loss or the reason of a failure. Its prices: by
-how much its loss at the compared values may lie above that at the best ones, between the rates tried and where a seed
-diverges."""
+how much its loss at the compared values may lie above that at the best ones, between the values tried and where a
+seed diverges."""
 
 import math
 import statistics
@@ -132,7 +132,7 @@ def read_arm(
         if (best := best_values(found, complete=True)) is not None:
             arm.best[budget] = best
             of_budget = {key: tuning for (at, key), tuning in arm.tunings.items() if at == budget}
-            arm.prices[budget] = price_of_grid(found, of_budget, best, listed)
+            arm.prices[budget] = price_of_grid(found, of_budget, best)
             if diverged := divergence(found, best, confidence):
                 arm.divergences[budget] = diverged
             lower = best_values(found)
@@ -141,18 +141,16 @@ def read_arm(
     return arm
 
 
-def price_of_grid(
-    trials: Trials, by_key: Mapping[str, Tuning], best: Values, listed: Collection[str]
-) -> tuple[float, float]:
+def price_of_grid(trials: Trials, by_key: Mapping[str, Tuning], best: Values) -> tuple[float, float]:
     """The estimate for an arm at a budget, and how much more it may be, in nats, by the parabolas of its keys.
 
     by_key: the tunings. A key's optimum lies in its interval, and nearer to the best value than to the values tried
-    beside it: else one of these would be the best. Keys without a parabola, and listed ones, have the price 0.
+    beside it: else one of these would be the best. Keys without a parabola have the price 0.
     """
     found = [NO_PRICE]
     for key, tuning in by_key.items():
         price, of_two, value = tuning.price_of_grid, tuning.price_of_two, tuning.best
-        if key not in listed and price is not None and of_two is not None:
+        if price is not None and of_two is not None:
             tried = line_of(trials, key, best).values
             low = max(tuning.low or 0.0, math.sqrt(value * max(x for x in tried if x < value)))
             high = min(tuning.high or math.inf, math.sqrt(value * min(x for x in tried if x > value)))

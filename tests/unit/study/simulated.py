@@ -15,12 +15,13 @@ import numpy as np
 from ngpt_train.study.compare.runs import Run
 from ngpt_train.study.compare.trials import Arm, read_arm
 from ngpt_train.study.compare.versus import versus
-from ngpt_train.study.definition import LR, Study
+from ngpt_train.study.definition import Study
 from ngpt_train.study.points import Point
 from tests.unit.study.searches import octaves, search, study
 
 FIRST = 409_600  # tokens
 ARMS = ("gpt", "ngpt")
+KEY = "optim.clip_norm"
 
 
 def like_gpt(x: float) -> float:
@@ -54,6 +55,10 @@ class Case:
     drift: tuple[float, float] = (0.0, 0.0)  # of the best rate, octaves for each doubling
     price: tuple[float, float] = (0.1, 0.1)  # nats at an octave from the best rate
     diverges: bool = False  # seed 2 of the arm, at rates from its best one on
+    # A further key, with a list in factors of two: nats at an octave from its best value, octaves from the first value
+    # to the best one, each of baseline and arm. Without a price there is no such key.
+    key_price: tuple[float, float] = (0.0, 0.0)
+    key_best: tuple[float, float] = (0.0, 0.0)
 
     @property
     def budgets(self) -> tuple[int, ...]:
@@ -79,16 +84,18 @@ class Case:
             sigma = self.sigma[k] if isinstance(self.sigma, tuple) else self.sigma
             of_run = rng.normal() if self.tails == math.inf else rng.standard_t(self.tails)
             of_run *= 1 if self.tails == math.inf else math.sqrt((self.tails - 2) / self.tails)
-            return self.loss(side, k) + self.price[side] * off**2 + sigma * of_run
+            of_key = self.key_price[side] * (math.log2(dict(point.values).get(KEY, 1.0)) - self.key_best[side]) ** 2
+            return self.loss(side, k) + self.price[side] * off**2 + of_key + sigma * of_run
 
         of = self._study(side)
         results, _ = search(of, loss)
         runs = [run_of(point, result.loss) for point, result in results.items()]
         budgets = {run.path: point.budget for run, point in zip(runs, results, strict=True)}
-        return read_arm(ARMS[side], runs, budgets, [LR], "loss", 0.95)
+        return read_arm(ARMS[side], runs, budgets, of.tuned_keys, "loss", 0.95)
 
     def _study(self, side: int) -> Study:
-        of = study(self.budgets, tuple(range(self.seeds[side])), self.max_points, (ARMS[side],))
+        lists = {KEY.removeprefix("optim."): (1.0, 0.5, 2.0, 4.0)} if any(self.key_price) else {}
+        of = study(self.budgets, tuple(range(self.seeds[side])), self.max_points, (ARMS[side],), **lists)
         return replace(of, baseline=ARMS[side])
 
 

@@ -21,6 +21,7 @@ CASES = {
     "one seed diverges": Case(diverges=True, price=SHARP),  # 0.07, "worse" in 90 %
     "plateau": Case(curve=plateau_first, ratio=1.25, **FIXED),  # ratio 0.46
     "long plateau": Case(curve=plateau_first, ratio=1.7, sigma=0.01, **FIXED),  # ratio 0.01
+    "a key off": Case(key_price=(0.0, 0.1), key_best=(0.0, 0.5), sigma=0.01, n_budgets=1),  # 0.62, "worse" in 31 %
     "faster and faster": Case(curve=faster_and_faster, ratio=1.25, **FIXED),
 }
 # These held before.
@@ -36,6 +37,7 @@ OTHERS = {
     "crossing": Case(ratio=(1.6, 1.25, 1.0, 0.8)),
     "one loud budget": Case(sigma=(0.02, 0.02, 0.02, 0.08), **FIXED),
     "two budgets": Case(n_budgets=2),
+    "both arms' keys off": Case(key_price=(0.1, 0.05), key_best=(0.3, -0.5), n_budgets=1),
 }
 
 
@@ -67,8 +69,8 @@ def check(case: Case, found: Found, draws: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_intervals_hold_where_they_failed(name: str) -> None:
-    """Caught: noise pooled over budgets; intervals without the price of the grid; ratios and trends from a form that
-    the losses do not have; "worse" from one seed that diverges."""
+    """Caught: noise pooled over budgets; intervals without the price of a grid, of rates or of a key; ratios and trends
+    from a form that the losses do not have; "worse" from one seed that diverges."""
     found = simulate(CASES[name], 100)
     check(CASES[name], found, 100)
     if CASES[name].curve in (plateau_first, faster_and_faster):
