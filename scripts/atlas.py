@@ -29,7 +29,7 @@ scripts/atlas.py` from [atlas.yaml](atlas.yaml) and the studies' `report.json`.
 - A baseline is as its study tuned it. With its head and embedding tuned, GPT with AdamW ends 0.09 lower than in
   `optimizers` ([third arms](studies/README.md#third-arms)), and fully tuned 0.19 lower than in `gpt_vs_ngpt`
   ([fully tuned](studies/README.md#fully-tuned-arms)), with keys of the largest budget 0.25 lower.
-- `NAME/fresh_seeds` repeats the two best points of a study with eight seeds that chose nothing. Where both are here, it
+- `NAME/fresh_seeds` repeats the two best points of a study with eight other seeds. Where both are here, it
   is what we conclude.
 - Options of which nobody claims a gain have no row: `model.constraint=ball`, tied embeddings of nGPT, a soft cap of
   GPT's logits.
