@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ngpt_train.observe.console import Clock, PlainConsole, format_count, format_seconds
+from ngpt_train.core.progress import format_seconds
+from ngpt_train.observe.console import Clock, PlainConsole, format_count
 from ngpt_train.study.definition import Study, text_of
 from ngpt_train.study.points import FAILED, Point, Results
 from ngpt_train.study.tuning import Trials, best_values

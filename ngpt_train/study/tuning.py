@@ -38,8 +38,8 @@ def tunings(
         for key in sorted({key for values in of_budget for key, _ in values}):
             line = line_of(of_budget, key, best)
             is_listed, limits = key in listed, all_keys().get(key)
-            noise = noise_between_seeds([of_budget])[0] if is_listed else sigma  # as in the descent
-            found[budget, key] = analyse(line, noise, is_listed, confidence, degrees, limits)
+            noise, df = noise_between_seeds([of_budget]) if is_listed else (sigma, degrees)  # as in the descent
+            found[budget, key] = analyse(line, noise, is_listed, confidence, df, limits)
     return found
 
 
@@ -116,6 +116,7 @@ class Tuning:
     low: float | None = None  # interval of the optimum, within the tried values
     high: float | None = None
     price_of_two: float | None = None  # loss at twice or half the optimum, less the loss at the optimum
+    beyond: float = 0.0  # nats that a value beyond the end of a list may gain
 
     @property
     def price_of_grid(self) -> float | None:
@@ -137,8 +138,11 @@ def analyse(
 
     sigma: standard deviation of the end loss between seeds, with `degrees` degrees of freedom. With 0, as for one seed,
     the interval is unknown. A value is worse than the best if its mean loss is higher by more than sigma, also over the
-    shared seeds. listed: on both sides there only has to be a value that is not better by more than sigma, which the
-    descent does not go to. limits: of the key's values; there is nothing to try beyond.
+    shared seeds. limits: of the key's values; there is nothing to try beyond.
+
+    listed: on both sides there only has to be a value to which the descent does not go. The end of the list is an edge
+    if it is better than the value before it by more than two standard errors. Else it may be the best by chance, and
+    where losses are convex in the log value, the next step gains less than the last.
     """
     tried, best = line.values, line.best
     if len(tried) < 2:
@@ -147,9 +151,14 @@ def analyse(
         return Tuning("edge")
     if not all(is_number(value) for value in tried):
         return Tuning("bracketed", best)  # names and switches have no order and so no edge
-    below, above = line.not_better(sigma) if listed else line.worse(sigma)
+    below, above = line.left(sigma) if listed else line.worse(sigma)
     least, most = (0, None) if limits is None else (limits.minimum, limits.maximum)
     if not (below or best in (0, least)) or not (above or best in (math.inf, most)):
+        before = {tried[0]: tried[1], tried[-1]: tried[-2]}.get(best)  # an end: the value before it
+        if listed and degrees and before in (*below, *above):
+            gain, n_seeds = line.gain_over(before)
+            if gain <= 2 * sigma * math.sqrt(2 / n_seeds):
+                return Tuning("bracketed", best, beyond=max(gain, 0.0))
         return Tuning("edge", best)
     if not below or not above or min(tried) <= 0 or max(tried) == math.inf:  # no parabola in log value
         return Tuning("bracketed", best)
@@ -184,9 +193,15 @@ class Line:
         """The values below and above the best value, worse by more than sigma."""
         return self._sides([value for value in self.values if self._gap(value) > sigma])
 
-    def not_better(self, sigma: float) -> tuple[list[Any], list[Any]]:
-        """The values below and above the best value, over the shared seeds at most better by sigma."""
-        return self._sides([value for value in self.values if self._paired_gap(value) >= -sigma])
+    def left(self, sigma: float) -> tuple[list[Any], list[Any]]:
+        """The values below and above the best value that a descent tried and left: with all seeds of the best one, or
+        over the shared seeds at most better by sigma."""
+        n = self.count(self.best)
+        return self._sides([x for x in self.values if self.count(x) >= n or self._paired_gap(x) >= -sigma])
+
+    def gain_over(self, value: Any) -> tuple[float, int]:
+        """The gain of the best value over another, and the number of their shared seeds, at least 1."""
+        return self._paired_gap(value), max(1, len(self._runs[value].keys() & self._runs[self.best].keys()))
 
     def _sides(self, values: list[Any]) -> tuple[list[Any], list[Any]]:
         return [value for value in values if value < self.best], [value for value in values if value > self.best]

@@ -17,9 +17,10 @@ from ngpt_train.study.compare.arms import values_of
 from ngpt_train.study.compare.noise import Further, Pair, t_quantile
 from ngpt_train.study.compare.runs import Rows, Run
 from ngpt_train.study.definition import LR
+from ngpt_train.study.points import DIVERGED
 from ngpt_train.study.tuning import Trials, Tuning, Values, best_values, line_of, noise_between_seeds, tunings
 
-DIVERGED = "diverged"  # the beginning of a reason
+AFTER_DIVERGENCE = "diverged"  # the beginning of a reason
 NO_PRICE = (0.0, 0.0)
 
 
@@ -94,8 +95,8 @@ def unfinished(run: Run) -> str | None:
 
 def failure(run: Run) -> str | None:
     """The reason of a failure, after which the run will never have a loss; None if it has not failed."""
-    if run.end is not None and run.end["code"] == 4:
-        return f"{DIVERGED} at step {run.end['step']}: {run.end['reason']}"
+    if run.end is not None and run.end["code"] == DIVERGED:
+        return f"{AFTER_DIVERGENCE} at step {run.end['step']}: {run.end['reason']}"
     if run.end is not None and run.end["reason"].startswith("DeviceMemoryError"):
         return f"out of memory: {run.end['reason']}"
     if run.is_annealed and run.evals[-1].get("loss") is None:
@@ -123,7 +124,7 @@ def read_arm(
     table: dict[int, Trials] = {}  # by budget
     for trial in arm.trials:
         of_seed = table.setdefault(trial.budget, {}).setdefault(trial.values, {})
-        failed = math.inf if trial.reason.startswith(DIVERGED) else math.nan
+        failed = math.inf if trial.reason.startswith(AFTER_DIVERGENCE) else math.nan
         of_seed[trial.seed] = failed if trial.loss is None else trial.loss
     # The values of other keys were listed by hand. Their best only has to lie inside the list.
     listed = [key for key in tuned if key != LR]
@@ -145,9 +146,10 @@ def price_of_grid(trials: Trials, by_key: Mapping[str, Tuning], best: Values) ->
     """The estimate for an arm at a budget, and how much more it may be, in nats, by the parabolas of its keys.
 
     by_key: the tunings. A key's optimum lies in its interval, and nearer to the best value than to the values tried
-    beside it: else one of these would be the best. Keys without a parabola have the price 0.
+    beside it: else one of these would be the best. Keys without a parabola have the price 0, and at the end of a list
+    what the next value may gain.
     """
-    found = [NO_PRICE]
+    found = [(0.0, tuning.beyond) for tuning in by_key.values()]
     for key, tuning in by_key.items():
         price, of_two, value = tuning.price_of_grid, tuning.price_of_two, tuning.best
         if price is not None and of_two is not None:

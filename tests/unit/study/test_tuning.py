@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from ngpt_train.study.compare.trials import price_of_grid
 from ngpt_train.study.definition import LR
 from ngpt_train.study.points import UNFINISHED, WAITING, Point, Result
 from ngpt_train.study.search import next_points
@@ -126,6 +127,34 @@ def test_null_and_limits(key: str, losses: dict[float | None, float], state: str
     null called tuned; one at the key's own limit called untuned."""
     trials = {((key, value), (LR, 0.01)): {0: loss} for value, loss in losses.items()}
     assert tunings({1: trials}, listed=[key])[1, key].state == state
+
+
+@pytest.mark.parametrize(
+    ("end", "beyond", "state"),
+    [
+        (2.990, {}, "bracketed"),  # the last step gained 0.010, less than two standard errors, 0.0163
+        (2.980, {}, "edge"),
+        (2.990, {4.0: {0: 3.02}}, "bracketed"),
+        (2.990, {4.0: {0: 2.97}}, "edge"),  # better, and not tried with the other seeds
+        (2.990, {4.0: {0: 2.97, 1: 2.98, 2: 2.97}}, "bracketed"),  # with all, and the descent did not go there
+    ],
+)
+def test_the_best_value_at_the_end_of_a_list_by_chance(
+    end: float, beyond: dict[float, dict[int, float]], state: str
+) -> None:
+    """Caught: an end that is no better than its neighbour called an edge; one that is, or one with a better value that
+    the descent has not finished, called tuned. What the next value may gain is part of the interval."""
+
+    def seeds(mean: float) -> dict[int, float]:
+        return {0: mean - 0.01, 1: mean + 0.01, 2: mean}
+
+    line = Line({0.5: {0: 3.1}, 1.0: seeds(3.0), 2.0: seeds(end), **beyond}, 2.0)
+    found = analyse(line, 0.01, listed=True, degrees=4)
+    assert (found.state, found.best) == (state, 2.0)
+    assert found.beyond == pytest.approx(0.01 if state == "bracketed" and not beyond else 0.0)
+    if not beyond:
+        assert price_of_grid({}, {"optim.clip_norm": found}, ()) == (0.0, found.beyond)
+        assert analyse(line, 0.0, listed=True, degrees=0).state == "edge", "the noise is unknown"
 
 
 def test_price_of_the_grid() -> None:
