@@ -67,7 +67,7 @@ class Progress:
         whole = None if fraction is None else self._share_done_before + (1 - self._share_done_before) * fraction
         words = f"{self.documents:,} documents, {self.bytes / 1e6:,.1f} MB, {self.bytes / 1e6 / seconds:.1f} MB/s"
         if left is not None:
-            words += f", {_duration(left)} left"
+            words += f", {format_seconds(left)} left"
         if self._bar is not None:
             self._bar.update(self._task, description=f"{self._what}: {words}", completed=whole or 0.0)
             self._bar.refresh()
@@ -75,10 +75,16 @@ class Progress:
             logger.info("%s: %s%s", self._what, "" if whole is None else f"{100 * whole:.0f} %, ", words)
 
 
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}"
+def format_seconds(seconds: float) -> str:
+    """A duration in at most two units: 192 -> 3m12s."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    if days:
+        return f"{days}d{h:02d}h"
+    if hours:
+        return f"{h}h{m:02d}m"
+    return f"{m}m{s:02d}s" if minutes else f"{s}s"
 
 
 def _bar() -> tuple[Any, Any]:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 _HAS_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 _KEEP_OWN_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _HAS_NEW_NAME else "broadcast_buffers": False}
 
+CACHED_NUMBERS = 2**16  # in fp64 they stay in a core's cache
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -315,6 +316,9 @@ def gradient_norm(parameters: Iterable[nn.Parameter], world: World) -> Tensor:
 def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
-    dtype = torch.float64 if device.type == "cpu" else torch.float32
+    dtype = torch.float32
+    if device.type == "cpu":  # sums in fp64, for which torch casts a whole tensor: here pieces, which stay in the cache
+        dtype = torch.float64
+        tensors = [piece for tensor in tensors for piece in tensor.flatten().split(CACHED_NUMBERS)]
     norms = torch._foreach_norm(tensors, 2, dtype=dtype)
     return torch.stack(list(norms)).double().square().sum()

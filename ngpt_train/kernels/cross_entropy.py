@@ -292,7 +292,8 @@ def _cross_entropy_(
         z.scatter_(1, index, z.gather(1, index) - (1 - label_smoothing) * counts.to(z.dtype))
         if slope is not None:
             z.mul_(slope)
-        logits.copy_(z)
+        if z is not logits:
+            logits.copy_(z)
 
 
 def _add_product_(total: Tensor, a: Tensor, b: Tensor, keep: int) -> None:

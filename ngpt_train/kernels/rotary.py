@@ -204,9 +204,11 @@ def backward_by_hand(
     """
     d_joined, d_scale = torch.empty(joined.shape, dtype=joined.dtype, device=joined.device), None
     d_q, d_k, d_v, _ = QKV.of(d_joined, *options[:2])
-    q, k, *_ = QKV.of(at_least_fp32(joined), *options[:2])
+    q, k, *_ = QKV.of(joined, *options[:2])
     d_v.copy_(dv)
     for x, dx, g, t in ((q, d_q, at_least_fp32(dq), scale), (k, d_k, at_least_fp32(dk), None)):
+        if options.normalized or t is not None:
+            x = at_least_fp32(x)
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True) if options.normalized else None  # ||q|| = ||p||
         r = None if norm is None else norm.clamp_min(SHORTEST).reciprocal_()  # (B, T, H, 1)
         radial = None  # n . e

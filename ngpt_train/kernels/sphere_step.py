@@ -133,13 +133,14 @@ def _backward(
     g: Tensor, h: Tensor, x: Tensor, alpha: Tensor, r_x: Tensor, r_u: Tensor, out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dh, dx and dalpha. In place where possible, because the time goes into passes over memory."""
-    g = g.to(r_x.dtype)
+    dtypes = h.dtype, x.dtype
+    g, h, x, out = (cast(y, r_x.dtype) for y in (g, h, x, out))
     du = torch.addcmul(g, out, _dot(out, g), value=-1).mul_(r_u)
     away = torch.mul(x, r_x).sub_(h)
     dalpha = (du * away).flatten(0, -2).sum(0)
     dx_hat = du * alpha
     dx = torch.addcmul(dx_hat, x, _dot(x, dx_hat).mul_(r_x.square()), value=-1).mul_(r_x)
-    return du.sub_(dx_hat).to(h.dtype), dx.to(x.dtype), dalpha
+    return du.sub_(dx_hat).to(dtypes[0]), dx.to(dtypes[1]), dalpha
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

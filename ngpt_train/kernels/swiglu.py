@@ -18,6 +18,7 @@ batch has more tokens than d_model, W has fewer elements than W x, so it is chea
 On a CPU this is done in half precision too, though s W is rounded once more than W x. GPUs scale u and v.
 """
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -30,15 +31,17 @@ from ngpt_train.kernels.norm import at_least_fp32
 
 
 @operation("swiglu")
-def swiglu(uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) -> Tensor:
+def swiglu(
+    uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None, silu: Callable[[Tensor], Tensor] = F.silu
+) -> Tensor:
     """(s_u u) * SiLU(s_v v): uv `(..., 2 m)` = [u, v] -> `(..., m)` in uv's dtype, computed in at least fp32.
 
-    s_u, s_v: `(m,)` fp32, both or neither; None is 1. Raises ValueError for other shapes.
+    s_u, s_v: `(m,)` fp32, both or neither; None is 1. silu: SiLU. Raises ValueError for other shapes.
     """
     u, v = at_least_fp32(uv).chunk(2, dim=-1)
     if s_u is not None and s_v is not None:
         u, v = s_u * u, s_v * v  # eq. 20 and 21 of nGPT
-    return (u * F.silu(v)).to(uv.dtype)  # eq. 18
+    return (u * silu(v)).to(uv.dtype)  # eq. 18
 
 
 def check(uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) -> None:
@@ -54,32 +57,39 @@ def check(uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) -> N
 @swiglu.twin
 def by_hand_or_on_triton(on_triton: bool, uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) -> Tensor:
     check(uv, s_u, s_v)
-    # In half precision autograd would keep every factor in fp32. torch.compile computes the factors again instead.
-    by_hand = uv.dtype in (torch.bfloat16, torch.float16) and not torch.compiler.is_compiling()
-    if not on_triton and not by_hand:
+    if torch.compiler.is_compiling() and not on_triton:  # it fuses the formula by itself
         return cast(Tensor, swiglu.formula(uv, s_u, s_v))
     return _SwiGLU.apply(uv, s_u, s_v, on_triton)
 
 
 class _SwiGLU(torch.autograd.Function):
-    """SwiGLU by hand or on Triton. It keeps only its arguments for the backward pass."""
+    """SwiGLU by hand or on Triton. It keeps only its arguments for the backward pass, and on CPUs SiLU(x) if no cast is
+    needed: in half precision all factors would be kept in fp32."""
 
     @staticmethod
     def forward(ctx: Any, uv: Tensor, s_u: Tensor | None, s_v: Tensor | None, on_triton: bool) -> Tensor:
-        ctx.save_for_backward(uv, s_u, s_v)
         ctx.on_triton = on_triton
-        if not on_triton:
-            return swiglu.formula(uv, s_u, s_v)
-        from ngpt_train.kernels.gpu.swiglu import swiglu_forward
+        if on_triton:
+            from ngpt_train.kernels.gpu.swiglu import swiglu_forward
 
-        return swiglu_forward(uv, s_u, s_v)
+            ctx.save_for_backward(uv, s_u, s_v)
+            return swiglu_forward(uv, s_u, s_v)
+        silus = []
+
+        def silu(x: Tensor) -> Tensor:
+            silus.append(F.silu(x))
+            return silus[-1]
+
+        y = swiglu.formula(uv, s_u, s_v, silu)
+        ctx.save_for_backward(uv, s_u, s_v, *silus if silus[-1].dtype == uv.dtype else ())
+        return cast(Tensor, y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        uv, s_u, s_v = ctx.saved_tensors
+        uv, s_u, s_v, *silu = ctx.saved_tensors
         if not ctx.on_triton:
-            return *backward_by_hand(dy, uv, s_u, s_v), None
+            return *backward_by_hand(dy, uv, s_u, s_v, *silu), None
         from ngpt_train.kernels.gpu.swiglu import swiglu_backward
 
         d_uv, d_s = swiglu_backward(dy, uv, s_u, s_v)
@@ -87,21 +97,26 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def backward_by_hand(
-    dy: Tensor, uv: Tensor, s_u: Tensor | None, s_v: Tensor | None
+    dy: Tensor, uv: Tensor, s_u: Tensor | None, s_v: Tensor | None, silu: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """d_uv `(..., 2 m)` in uv's dtype; ds_u and ds_v `(m,)` in at least fp32, None without scale vectors."""
+    """d_uv `(..., 2 m)` in uv's dtype; ds_u and ds_v `(m,)` in at least fp32, None without scale vectors. silu: SiLU(x)
+    `(..., m)`, if it was kept."""
     u, v = at_least_fp32(uv).chunk(2, dim=-1)
     x = v if s_v is None else s_v * v
-    sigma = x.sigmoid()
-    silu = x * sigma
-    g = dy.to(u.dtype)
-    du, dx = g * silu, g * u * (sigma + silu * (1 - sigma))  # still without the factor s_u
+    silu = F.silu(x) if silu is None else silu
+    g, d_uv = dy.to(u.dtype), torch.empty_like(uv)
+    d_u, d_v = d_uv.chunk(2, dim=-1)
     if s_u is None or s_v is None:
-        return torch.cat([du, dx], dim=-1).to(uv.dtype), None, None
+        torch.mul(g, silu, out=d_u)
+        torch.ops.aten.silu_backward(g * u, x, grad_input=d_v)
+        return d_uv, None, None
+    du, dx = g * silu, torch.ops.aten.silu_backward(g * u, x)  # still without the factor s_u
     ds_u = (du * u).flatten(0, -2).sum(0)
     dx *= s_u
     ds_v = (dx * v).flatten(0, -2).sum(0)
-    return torch.cat([du * s_u, dx * s_v], dim=-1).to(uv.dtype), ds_u, ds_v
+    torch.mul(du, s_u, out=d_u)
+    torch.mul(dx, s_v, out=d_v)
+    return d_uv, ds_u, ds_v
 
 
 def scaled_swiglu(x: Tensor, w_uv: Tensor, s_u: Tensor, s_v: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ngpt_train.core.progress import format_seconds
 from ngpt_train.core.recorded import Sink, measured
 from ngpt_train.core.secrets import redacted
 
@@ -37,18 +38,6 @@ def format_count(value: float) -> str:
         if value >= size:
             return f"{value / size:g}{unit}"
     return f"{value:g}"
-
-
-def format_seconds(seconds: float) -> str:
-    """A duration in at most two units: 192 -> 3m12s."""
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    days, h = divmod(hours, 24)
-    if days:
-        return f"{days}d{h:02d}h"
-    if hours:
-        return f"{h}h{m:02d}m"
-    return f"{m}m{s:02d}s" if minutes else f"{s}s"
 
 
 def describe_train(record: dict[str, Any], eta: float) -> str:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngpt_train.core.constants import Constraint
-from ngpt_train.kernels.norm import FLOORS, at_least_fp32
+from ngpt_train.kernels.norm import FLOORS, at_least_fp32, rms_norm
 from ngpt_train.models.rank_rows import local_rows
 
 Map = Callable[[Tensor], Tensor]
@@ -57,7 +57,7 @@ class RMSNorm(nn.Module):
             nn.init.ones_(self.gain)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(at_least_fp32(x), (self.size,), self.gain, self.eps).to(x.dtype)
+        return rms_norm(at_least_fp32(x), self.gain, self.eps).to(x.dtype)
 
 
 class LayerNorm(nn.Module):

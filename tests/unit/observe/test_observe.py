@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from ngpt_train.config import Config
+from ngpt_train.core.progress import format_seconds
 from ngpt_train.observe import meters
-from ngpt_train.observe.console import Clock, LogFile, describe, format_count, format_seconds
+from ngpt_train.observe.console import Clock, LogFile, describe, format_count
 from ngpt_train.observe.meters import Meter, peak_flops, peak_memory_gb
 from ngpt_train.observe.sinks import JsonlSink, build_sinks
 
