@@ -39,7 +39,10 @@ def tunings(
             line = line_of(of_budget, key, best)
             is_listed, limits = key in listed, all_keys().get(key)
             noise, df = noise_between_seeds([of_budget]) if is_listed else (sigma, degrees)  # as in the descent
-            found[budget, key] = analyse(line, noise, is_listed, confidence, df, limits)
+            tuning = analyse(line, noise, is_listed, confidence, df, limits)
+            if is_listed and tuning.state == "not tried" and len({dict(values)[key] for values in of_budget}) > 1:
+                tuning = Tuning("edge", tuning.best)  # tried beside other values than the best: the runs were used up
+            found[budget, key] = tuning
     return found
 
 
@@ -160,9 +163,9 @@ def analyse(
             if gain <= 2 * sigma * math.sqrt(2 / n_seeds):
                 return Tuning("bracketed", best, beyond=max(gain, 0.0))
         return Tuning("edge", best)
-    if not below or not above or min(tried) <= 0 or max(tried) == math.inf:  # no parabola in log value
+    left, right = max(below, default=0), min(above, default=math.inf)
+    if left <= 0 or right == math.inf:  # no parabola in log value
         return Tuning("bracketed", best)
-    left, right = max(below), min(above)
     quantile = float(stdtrit(min(degrees, 1e9), (1 + confidence) / 2)) if degrees else math.inf  # Student's t
     vertex = vertex_of(line, left, right, quantile * sigma if degrees else math.inf)
     if vertex is None:
@@ -247,7 +250,8 @@ def vertex_of(line: Line, left: Any, right: Any, noise: float) -> tuple[float, f
         # (b + 2 c x)² <= noise² var(b + 2 c x): a quadratic p x² + 2 q x + r <= 0.
         cov = (CHOSEN * noise) ** 2 * inverse
         p, q, r = 4 * (c**2 - cov[2, 2]), 2 * (b * c - cov[1, 2]), b**2 - cov[1, 1]
-        low, high = math.log(line.values[0] / best), math.log(line.values[-1] / best)
+        positive = [value for value in line.values if 0 < value < math.inf]
+        low, high = math.log(positive[0] / best), math.log(positive[-1] / best)
         if p > 0:  # else the curvature is not resolved
             half = math.sqrt(max(q**2 - p * r, 0.0))
             low, high = max(low, (-q - half) / p), min(high, (-q + half) / p)

@@ -78,7 +78,7 @@ class Arm:
         return {t.seed: t for t in self.trials if t.budget == budget and t.values == best and t.loss is not None}
 
     def state(self, budget: int | None) -> str:
-        """bracketed: the best value of each tuned key lies inside the tried values; edge: one does not; not tried: each
+        """edge: the best value of a tuned key is at an edge of the tried values; bracketed: none is; not tried: each
         key has a single value."""
         states = [tuning.state for (at, _), tuning in self.tunings.items() if at == budget]
         return next((state for state in ("edge", "bracketed") if state in states), "not tried")

@@ -166,6 +166,30 @@ def test_price_of_the_grid() -> None:
     assert analyse(Line({1.0: {0: 3.0}, 2.0: {0: 3.1}}, 1.0), 0.001).price_of_grid is None
 
 
+def test_a_key_that_was_not_tried_at_the_best_values() -> None:
+    """Caught: an arm whose runs were used up called tuned, because the rate alone was tried at its best values."""
+    key = "optim.clip_norm"
+    trials = {
+        ((key, 1.0), (LR, 0.01)): {0: 3.1},
+        ((key, 0.5), (LR, 0.01)): {0: 3.0},
+        ((key, 0.5), (LR, 0.02)): {0: 2.9},
+    }
+    assert tunings({1: trials}, listed=[key])[1, key].state == "edge"
+    of_one_value = {values: losses for values, losses in trials.items() if dict(values)[key] == 0.5}
+    assert tunings({1: of_one_value}, listed=[key])[1, key].state == "not tried"
+
+
+@pytest.mark.parametrize("value", [0.0, math.inf])
+def test_a_value_without_a_logarithm_leaves_the_price_of_the_others(value: float) -> None:
+    """Caught: a list with 0 or null without a price of its grid. Beside the best value it has none."""
+    losses = {2.0 * 2**k: {0: 3 + 0.2 * (k - 0.3) ** 2} for k in (-1, 0, 1)}
+    found, without = (analyse(Line(runs, 2.0), 0.001, True) for runs in (losses | {value: {0: 4.0}}, losses))
+    assert found == without
+    assert found.price_of_grid == pytest.approx(0.2 * 0.3**2)
+    beside = {2.0: {0: 3.0}, value: {0: 4.0}, 1.0 if value else 4.0: {0: 3.1}}
+    assert analyse(Line(beside, 2.0), 0.001, True).price_of_grid is None
+
+
 @pytest.mark.parametrize(("slope", "best"), [(1, START / 2**7), (-1, START * 2**7)])
 def test_a_monotone_landscape_ends_at_the_edge(slope: int, best: float) -> None:
     results, _ = search(study(), lambda point: 3 + slope * 0.01 * octaves(point))
