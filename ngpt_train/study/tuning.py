@@ -40,8 +40,9 @@ def tunings(
             is_listed, limits = key in listed, all_keys().get(key)
             noise, df = noise_between_seeds([of_budget]) if is_listed else (sigma, degrees)  # as in the descent
             tuning = analyse(line, noise, is_listed, confidence, df, limits)
-            if is_listed and tuning.state == "not tried" and len({dict(values)[key] for values in of_budget}) > 1:
-                tuning = Tuning("edge", tuning.best)  # tried beside other values than the best: the runs were used up
+            lines = Counter(without(values, key) for values in of_budget)
+            if is_listed and tuning.state == "not tried" and max(lines.values()) > 1:
+                tuning = Tuning("edge", tuning.best)  # tried, but not with the best values of the others
             found[budget, key] = tuning
     return found
 
