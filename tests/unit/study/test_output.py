@@ -242,6 +242,8 @@ def test_what_a_reader_must_know_first() -> None:
     assert [sentence.split(":")[0] for sentence in said] == ["One seed", "One budget"]
     report = example()
     assert not any("Audit" in sentence for sentence in wording.cautions(report))
+    report["tuning_of_keys"]["gpt"]["tuned_elsewhere"] = {"optim.betas": 819_200}
+    assert any("819k tokens, not at the budget of the verdict: optim.betas" in x for x in wording.cautions(report))
     for other in ({"equal": False}, {"valid": False}):
         report["audits"] = [certificate("runs/a", **other)]
         assert any("runs/a" in sentence for sentence in wording.cautions(report))

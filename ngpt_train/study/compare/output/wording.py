@@ -87,6 +87,13 @@ def cautions(report: Report) -> list[str]:
         said.append("One seed: the noise between seeds is unknown, and nothing here is resolved.")
     if len(report["budgets"]) == 1:
         said.append("One budget: how the difference changes with the budget is unknown.")
+    elsewhere: dict[int, set[str]] = {}
+    for of in report["tuning_of_keys"].values():
+        for key, at in of.get("tuned_elsewhere", {}).items():
+            elsewhere.setdefault(at, set()).add(key)
+    for at, keys in sorted(elsewhere.items()):
+        named = ", ".join(sorted(keys))
+        said.append(f"Tuned at {si(at)} tokens, not at the budget of the verdict: {named}. Other values may be best at this one.")
     said += _lost(report)
     said += [sentence for arm in report["arms"] for sentence in _thrown_away(report, arm)]
     if failed := ", ".join(str(audit["run"]) for audit in report["audits"] if audit_says(audit) != "equal"):
