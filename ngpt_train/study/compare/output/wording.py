@@ -92,8 +92,8 @@ def cautions(report: Report) -> list[str]:
         for key, at in of.get("tuned_elsewhere", {}).items():
             elsewhere.setdefault(at, set()).add(key)
     for at, keys in sorted(elsewhere.items()):
-        named = ", ".join(sorted(keys))
-        said.append(f"Tuned at {si(at)} tokens, not at the budget of the verdict: {named}. Other values may be best at this one.")
+        of_keys = f"not at the budget of the verdict: {', '.join(sorted(keys))}"
+        said.append(f"Tuned at {si(at)} tokens, {of_keys}. Other values may be best at this one.")
     said += _lost(report)
     said += [sentence for arm in report["arms"] for sentence in _thrown_away(report, arm)]
     if failed := ", ".join(str(audit["run"]) for audit in report["audits"] if audit_says(audit) != "equal"):
