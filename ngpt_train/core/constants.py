@@ -5,6 +5,7 @@ from typing import Literal
 IGNORED = -100  # target that the loss leaves out, as in torch's cross_entropy
 PADDING = -1  # document id of a position that belongs to no document
 Constraint = Literal["free", "sphere", "ball"]  # where a step leaves the rows of matrices: of length 1, or at most 1
+DIVERGED = 4  # exit code of a run whose numbers became meaningless
 MILLION = 1_000_000  # of a target that is a number, because targets are integers
 # Of an eval record: the share of masked tokens or labels that are right, and other metrics of labels.
 ANSWERED = ("accuracy", "f1", "matthews", "pearson", "spearman")

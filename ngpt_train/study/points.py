@@ -15,7 +15,7 @@ from ngpt_train.config.keys import TABLES
 from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import read_yaml, redact, to_dict, what_differs
 from ngpt_train.config.validate import flatten, mistake, show
-from ngpt_train.core.constants import TRANSLATED
+from ngpt_train.core.constants import DIVERGED, TRANSLATED
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json
 from ngpt_train.core.recorded import TEXT, Record, checked, compared, read_end, read_records
@@ -26,7 +26,6 @@ from ngpt_train.study.tuning import changed, is_number, sorted_values
 DONE, FAILED, UNFINISHED, WAITING = "done", "failed", "unfinished", "waiting"
 FAILURES = "failures"  # directory of a study with FAILURES/<run>.json for each run that crashed too often
 ENDED = "done"  # the reason in exit.json after the planned end
-DIVERGED = 4  # exit code
 _OUT_OF_MEMORY = "DeviceMemoryError"
 _LONGEST = 180  # characters of a directory's name; a run's name may have 200
 _MANY_STEPS = 1_000_000_000

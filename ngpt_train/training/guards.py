@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ngpt_train.config.sections.records import GuardsConfig
+from ngpt_train.core.constants import DIVERGED
 from ngpt_train.optim.loss_scale import SMALLEST
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ LEAST_SHARE = 4  # losses are judged once 1 / LEAST_SHARE of the window is there
 class NumericalError(RuntimeError):
     """Training has become numerically meaningless; the weights are still sound."""
 
-    exit_code = 4
+    exit_code = DIVERGED
 
 
 class DeviceMemoryError(RuntimeError):

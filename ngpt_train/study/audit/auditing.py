@@ -21,6 +21,7 @@ import numpy as np
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.studies import AuditConfig
 from ngpt_train.config.stored import read_yaml, write_yaml
+from ngpt_train.core.constants import DIVERGED
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json, write_json
 from ngpt_train.core.recorded import Record
@@ -28,7 +29,6 @@ from ngpt_train.study.audit.certificate import FORMAT, METRICS, Finding, contrad
 from ngpt_train.study.audit.record_checks import check_checkpoint, check_records, last_step
 from ngpt_train.study.compare.runs import Run, read_rows, read_run
 from ngpt_train.study.engines.child import ending_with_us, last_line
-from ngpt_train.study.points import DIVERGED
 from ngpt_train.training.checkpoint import catalogue
 
 OF_THE_MACHINE = ("device", "cpu")  # facts of run.json; ranks and threads are set as in the run

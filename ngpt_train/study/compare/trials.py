@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from ngpt_train.config.validate import show
+from ngpt_train.core.constants import DIVERGED
 from ngpt_train.core.recorded import compared
 from ngpt_train.study.compare.arms import values_of
 from ngpt_train.study.compare.noise import Further, Pair, t_quantile
 from ngpt_train.study.compare.runs import Rows, Run
 from ngpt_train.study.definition import LR
-from ngpt_train.study.points import DIVERGED
 from ngpt_train.study.tuning import Trials, Tuning, Values, best_values, line_of, noise_between_seeds, tunings
 
 AFTER_DIVERGENCE = "diverged"  # the beginning of a reason

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ngpt_train.kernels.dispatch import runs_on_triton
 from ngpt_train.kernels.swiglu import backward_by_hand, scaled_linear, scaled_swiglu, swiglu
 from tests.combinations import pairs_first
 from tests.unit.kernels.looks import error
@@ -118,8 +119,12 @@ def test_formula(dtype: torch.dtype) -> None:
 
 
 def test_torch_path() -> None:
-    """Catches a CPU model sent to Triton, and gradients by hand where autograd keeps no more."""
-    assert "SwiGLU" not in type(swiglu(torch.ones(2, 4, requires_grad=True)).grad_fn).__name__
+    """Catches a CPU model sent to Triton, and gradients by hand that are not autograd's to the bit."""
+    torch.manual_seed(0)
+    uv, dy = torch.randn(3, 5, 64, requires_grad=True), torch.randn(3, 5, 32)
+    assert not runs_on_triton("swiglu", uv)
+    (found,), (right,) = (torch.autograd.grad(f(uv), uv, dy) for f in (swiglu, swiglu.formula))
+    assert torch.equal(found, right)
 
 
 def test_refusals() -> None:

@@ -77,13 +77,14 @@ def kept(name: str, kernels: str, precision: str, compiled: bool, rows: int, con
 
 @pytest.mark.parametrize(
     ("kernels", "precision", "measured"),
-    [("torch", "fp32", 0.895), ("torch", "bf16", 0.826), ("triton", "bf16", 0.803)],
+    [("torch", "fp32", (39_488, 40_832)), ("torch", "bf16", (39_232, 37_504)), ("triton", "bf16", (39_232, 36_480))],
 )
-def test_saved_activations(kernels: str, precision: str, measured: float) -> None:
-    """nGPT keeps less for its backward pass than GPT, as measured. Caught: a normalised copy that is kept."""
-    gpt, ngpt = (kept(name, kernels, precision, compiled=False, rows=1, context=16) for name in ("gpt", "ngpt"))
-    assert gpt > 16 * 1 * 32 * 2 * 10
-    assert ngpt <= (measured + 0.01) * gpt  # a copy of one hidden state in bf16 is 0.02
+def test_saved_activations(kernels: str, precision: str, measured: tuple[int, int]) -> None:
+    """GPT and nGPT keep no more for their backward pass than measured. Caught: a normalised copy that is kept; on CPUs
+    torch's RMSNorm, which would keep such copies."""
+    found = [kept(name, kernels, precision, compiled=False, rows=1, context=16) for name in ("gpt", "ngpt")]
+    assert min(found) > 16 * 1 * 32 * 2 * 10
+    assert all(here <= bytes_ + 400 for here, bytes_ in zip(found, measured, strict=True))  # a hidden state has 1,024
 
 
 @pytest.mark.exhaustive
