@@ -32,6 +32,7 @@ from ngpt_train.study.compare.step_times import STEP_TIMES, Times, costs_of
 from ngpt_train.study.compare.trials import Arm, Trial, failure, read_arm, unfinished
 from ngpt_train.study.compare.versus import versus
 from ngpt_train.study.definition import LR, name_of
+from ngpt_train.study.descent import OUT_OF_RUNS
 
 # Files of a comparison in its directory.
 REPORT = "report.json"
@@ -54,7 +55,7 @@ def make_report(
         problem = f"compare: all runs belong to one arm, {name}: their configs differ in nothing but seed, budget and"
         fix = "say which are compared with compare.arms=[NAME:PATTERN,NAME:PATTERN]"
         raise mistake(f"{problem} {', '.join(tuned) or 'names'}; {fix}")
-    read = read_arms(found, tuned, metric, confidence)
+    read = read_arms(found, tuned, metric, confidence, given.descent)
     best = {x.name: [t.run for b in x.budgets for t in x.at_best(b).values()] or found[x.name] for x in read.values()}
     # A key with a single value at each budget was chosen by hand, not by tuning.
     varied = {arm: [key for key, of in x.tried.items() if max(map(len, of.values())) > 1] for arm, x in read.items()}
@@ -106,15 +107,21 @@ def metric_of(given: Gathered, found: Arms) -> str:
     return given.metric or comparable
 
 
-def read_arms(found: Arms, tuned: Sequence[str], metric: str, confidence: float) -> dict[str, Arm]:
-    budgets = common_budgets(found)
-    return {arm: read_arm(arm, of_arm, budgets, tuned, metric, confidence) for arm, of_arm in found.items()}
+def read_arms(
+    found: Arms, tuned: Sequence[str], metric: str, confidence: float, descent: Sequence[Mapping[str, Any]]
+) -> dict[str, Arm]:
+    """The arms by name. descent: phases, of descent.json."""
+    budgets, read = common_budgets(found), {}
+    for arm, runs in found.items():
+        untried = [(x["budget"], x["key"]) for x in descent if (x["arm"], x["state"]) == (arm, OUT_OF_RUNS)]
+        read[arm] = read_arm(arm, runs, budgets, tuned, metric, confidence, untried)
+    return read
 
 
 def longest_compared(given: Gathered, found: Arms, tuned: Sequence[str]) -> dict[str, Run]:
     """A run of each arm at its best values, of its largest budget; of an arm without a loss any run. Raises as
     `make_report`."""
-    read = read_arms(found, tuned, metric_of(given, found), given.confidence)
+    read = read_arms(found, tuned, metric_of(given, found), given.confidence, given.descent)
     best = {x.name: next(iter(x.at_best(max(x.budgets)).values())).run for x in read.values() if x.budgets}
     return {name: best.get(name, runs[0]) for name, runs in found.items()}
 

@@ -4,7 +4,7 @@ seed diverges."""
 
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,9 +105,16 @@ def failure(run: Run) -> str | None:
 
 
 def read_arm(
-    name: str, runs: Sequence[Run], budgets: Mapping[Path, int], tuned: Collection[str], metric: str, confidence: float
+    name: str,
+    runs: Sequence[Run],
+    budgets: Mapping[Path, int],
+    tuned: Collection[str],
+    metric: str,
+    confidence: float,
+    out_of_runs: Iterable[tuple[int, str]] = (),
 ) -> Arm:
-    """The arm of finished runs. Of two runs with equal budget, values and seed the first counts."""
+    """The arm of finished runs. Of two runs with equal budget, values and seed the first counts. out_of_runs: budgets
+    and keys of a descent that had no run left to try the key."""
     trials: dict[tuple[int, Values, int], Trial] = {}
     notes = []
     tuned = [key for key in tuned if key == LR or any(key in run.config for run in runs)]
@@ -129,6 +136,9 @@ def read_arm(
     # The values of other keys were listed by hand. Their best only has to lie inside the list.
     listed = [key for key in tuned if key != LR]
     arm.tunings = tunings(table, listed=listed, confidence=confidence, complete=True)
+    for place in out_of_runs:
+        if place in arm.tunings and arm.tunings[place].state == "not tried":
+            arm.tunings[place] = Tuning("edge", arm.tunings[place].best)
     for budget, found in table.items():
         if (best := best_values(found, complete=True)) is not None:
             arm.best[budget] = best
