@@ -193,25 +193,11 @@ def of_all_blocks(shape: ModelConfig, count: Callable[[ModelConfig], list[float]
 
 @contextmanager
 def as_on_gpu(kernels: bool) -> Iterator[None]:
-    """Inside, a pass on a CPU keeps the same tensors as on a GPU: for torch's fused RMSNorm and, if `kernels` and the
-    package triton is there, for Triton's kernels, which do not run on tensors without memory."""
+    """Inside, a pass on a CPU keeps the same tensors as on a GPU: if `kernels` and the package triton is there, for
+    Triton's kernels, which do not run on tensors without memory."""
     choice = "triton" if kernels and importlib.util.find_spec("triton") else "torch"
-    with patch.object(dispatch, "_choice", choice), patch.object(torch.nn.functional, "rms_norm", FusedRMSNorm.apply):
+    with patch.object(dispatch, "_choice", choice):
         yield
-
-
-class FusedRMSNorm(torch.autograd.Function):
-    """Keeps the same tensors as torch's RMSNorm on a GPU. On a CPU torch also keeps x / rms(x)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: Any, gain: Tensor | None, eps: float) -> Tensor:
-        ctx.save_for_backward(x, gain, x.new_empty(x.shape[:-1]))  # the last: 1 / rms(x)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, gain, _ = ctx.saved_tensors
-        return torch.empty_like(x), None, None if gain is None else torch.empty_like(gain), None
 
 
 @contextmanager

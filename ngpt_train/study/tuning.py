@@ -155,7 +155,7 @@ def analyse(
         return Tuning("edge")
     if not all(is_number(value) for value in tried):
         return Tuning("bracketed", best)  # names and switches have no order and so no edge
-    below, above = line.left(sigma) if listed else line.worse(sigma)
+    below, above = line.tried_and_left(sigma) if listed else line.worse(sigma)
     least, most = (0, None) if limits is None else (limits.minimum, limits.maximum)
     if not (below or best in (0, least)) or not (above or best in (math.inf, most)):
         before = {tried[0]: tried[1], tried[-1]: tried[-2]}.get(best)  # an end: the value before it
@@ -197,7 +197,7 @@ class Line:
         """The values below and above the best value, worse by more than sigma."""
         return self._sides([value for value in self.values if self._gap(value) > sigma])
 
-    def left(self, sigma: float) -> tuple[list[Any], list[Any]]:
+    def tried_and_left(self, sigma: float) -> tuple[list[Any], list[Any]]:
         """The values below and above the best value that a descent tried and left: with all seeds of the best one, or
         over the shared seeds at most better by sigma."""
         n = self.count(self.best)

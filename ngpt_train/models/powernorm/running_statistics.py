@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ngpt_train.kernels.norm import rms_norm
 from ngpt_train.models.decoder import Decoder, Head
 from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.norms import Map, identity
@@ -110,7 +110,7 @@ class NormOverBatch(nn.Module):
         if not self.groups:
             return x
         grouped = x.unflatten(-1, (self.groups, -1))
-        return F.rms_norm(grouped, grouped.shape[-1:], eps=self.eps).flatten(-2)
+        return rms_norm(grouped, None, self.eps).flatten(-2)
 
     def mean(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
         """The mean `(d,)` of x `(B, T, d)` over the valid tokens, and their number, 0-dim. They are the tokens of this

@@ -152,6 +152,14 @@ def test_layout_for_the_planned_ranks(overrides: list[str], kind: str) -> None:
     assert plan("model=ngpt", *overrides)["parallel"] == kind
 
 
+@pytest.mark.parametrize("model", ["powernorm", "normformer", "angpt", "composed"])
+def test_uncompiled_on_a_gpu(model: str) -> None:
+    """Caught: a norm whose call cannot be counted for a GPU; before, PowerNorm's plan ended in a TypeError."""
+    small = ["scale=debug", "model.vocab_size=512", "train.device=cuda", "train.compile=false"]
+    made = make_plan(load_config([f"model={model}", *small]))
+    assert memory(made)["activations"] > made["parameters"]["total"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
