@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _HAS_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 _KEEP_OWN_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _HAS_NEW_NAME else "broadcast_buffers": False}
 
-CACHED_NUMBERS = 2**16  # in fp64 they stay in a core's cache
+CACHED_NUMBERS = 2**15  # in fp64 they stay in a core's cache
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
