@@ -185,6 +185,16 @@ def test_rates_of_groups() -> None:
         assert factor == pytest.approx(expected.get(name, 1.0 if name.endswith(".matrix") else 3.0)), name
 
 
+def test_a_rate_of_parameters_that_are_not_there() -> None:
+    """Caught: a tuned key without an effect."""
+    options = ["model=composed", "model.norm=layer_plain", "model.vocab_size=50", "optim.groups.vector=3e-2"]
+    config = load_config(options)
+    with pytest.raises(ConfigError, match=r"composed optim\.groups\.vector=0\.03: .*no such.*\n  Leave .*vector out"):
+        lr_factors(build_model(config.model).parameter_groups(by_kind=True), config)
+    config = load_config([*options, "model.bias=true"])
+    assert lr_factors(build_model(config.model).parameter_groups(by_kind=True), config)
+
+
 def test_a_rate_of_another_optimizer_is_not_taken() -> None:
     """Caught: Adam's rate for Muon; an entry for Muon that Adam takes."""
     with pytest.raises(ConfigError, match=r"no learning rate for scale=8m and optim\.name=muon, only for"):
