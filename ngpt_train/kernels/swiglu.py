@@ -15,7 +15,8 @@ batch has more tokens than d_model, W has fewer elements than W x, so it is chea
 
     y = (s W) x,    dx = (s W)^T dy,    dW = s (dy x^T),    ds = rowsum((dy x^T) W)
 
-On a CPU this is done in half precision too, though s W is rounded once more than W x. GPUs scale u and v.
+On a CPU this is done in half precision too, though s W is rounded once more than W x: W is cast before it is scaled,
+because FSDP2 gathers it cast, and one process has the same losses. GPUs scale u and v.
 """
 
 from collections.abc import Callable
