@@ -1,7 +1,6 @@
 """The files of `analyze`: analysis.json and analysis.parquet with all digits of every point; page.html, which opens
 without a network, and each figure as PNG and SVG."""
 
-import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 from ngpt_train.analysis.measures.of_run import Curve
 from ngpt_train.analysis.paper_figures import FIGURES, LAYER, STEP, Measured, Panel
 from ngpt_train.core.files import write_atomically
+from ngpt_train.core.recorded import finite
 from ngpt_train.report.page.chart import Axis, Chart, Mark, Plot, styles
 from ngpt_train.report.page.html import again, figure, header, links, page, section, table
 from ngpt_train.report.page.pictures import Picture, write_picture
@@ -36,12 +36,9 @@ def as_json(measured: Measured, runs: Sequence[Mapping[str, Any]], command: str)
 
 
 def _curve(run: str, curve: Curve) -> dict[str, Any]:
-    found: dict[str, Any] = {"run": run, "name": curve.name, "x": _finite(curve.x), "y": _finite(curve.y)}
-    return found if curve.edges is None else {**found, "edges": _finite(curve.edges)}
-
-
-def _finite(values: Any) -> list[float | None]:
-    return [value if math.isfinite(value) else None for value in values.tolist()]
+    numbers = {"x": curve.x, "y": curve.y, "edges": curve.edges}
+    there = {name: finite(x.tolist()) for name, x in numbers.items() if x is not None}
+    return {"run": run, "name": curve.name, **there}
 
 
 def write_parquet(measured: Measured, path: Path) -> None:
@@ -76,12 +73,8 @@ def write_pictures(measured: Measured, runs: Sequence[str], folder: Path) -> Non
         write_picture(chart, Picture(), folder, chart.name)
 
 
-def write_page(measured: Measured, content: Mapping[str, Any], path: Path) -> None:
-    """content: of analysis.json."""
-    write_atomically(path, html(measured, content).encode())
-
-
 def html(measured: Measured, content: Mapping[str, Any]) -> str:
+    """page.html. content: of analysis.json."""
     names = [str(run["name"]) for run in content["runs"]]
     drawn = charts(measured, names)
     sections = {"runs": "Runs", **{chart.name: chart.name.replace("_", " ") for chart in drawn}}

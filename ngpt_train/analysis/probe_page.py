@@ -2,10 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
-from ngpt_train.core.files import write_atomically
 from ngpt_train.report.page.chart import Axis, Chart, Mark, Plot, Style, rows, styles
 from ngpt_train.report.page.html import again, figure, header, links, page, section, table
 
@@ -13,12 +11,8 @@ TITLE = "Where the loss is"
 FULL = 3.0  # nats: a token with this loss, or difference of losses, or more has the full colour
 
 
-def write_page(report: Mapping[str, Any], path: Path) -> None:
-    """report: the content of probe.json."""
-    write_atomically(path, html(report).encode())
-
-
 def html(report: Mapping[str, Any]) -> str:
+    """page.html. report: the content of probe.json."""
     names = [model["name"] for model in report["models"]]
     looks = styles(names, names[0])
     charts = [_chart(each, names, looks) for each in report["classes"]] + [_positions(report, names, looks)]

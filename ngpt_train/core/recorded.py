@@ -152,9 +152,15 @@ def printable(line: str) -> str:
     return "".join(x if x.isprintable() else "?" for x in line)
 
 
-def finite(record: Record) -> Record:
-    """The record with None, which stands for not known, for NaN and infinities, which JSON lacks."""
-    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in record.items()}
+def finite(value: Any) -> Any:
+    """The value in JSON, of mappings and lists too: NaN and infinities, which JSON lacks, are None, for not known.
+    Numbers of numpy are Python's."""
+    if isinstance(value, Mapping):
+        return {str(name): finite(x) for name, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(x) for x in value]
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def measured(record: Record, digits: int) -> str:

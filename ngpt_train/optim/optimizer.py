@@ -74,8 +74,8 @@ def lr_factors(groups: Sequence[ParameterGroup], config: Config) -> list[float]:
     Raises ConfigError for a rate of parameters that the model does not have."""
     there = {group.kind or "vector" for group in groups if group.names}
     if missing := [kind for kind in config.optim.groups.chosen() if kind not in there]:
-        key, rate = f"optim.groups.{missing[0]}", getattr(config.optim.groups, missing[0])
-        problem = f"model.name={config.model.name} {key}={rate}: this model has no such parameters"
+        key, value = f"optim.groups.{missing[0]}", getattr(config.optim.groups, missing[0])
+        problem = f"model.name={config.model.name} {key}={value}: this model has no such parameters"
         raise ConfigError(f"{problem}, only of the kinds {', '.join(sorted(there))}\n  Leave {key} out")
     factors, of_rule = config.model.lr_factors(config.train.steps), factor_of_rule(config)
     found = []

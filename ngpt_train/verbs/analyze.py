@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ngpt_train.analysis.analysis_files import as_json, write_page, write_parquet, write_pictures
+from ngpt_train.analysis.analysis_files import as_json, html, write_parquet, write_pictures
 from ngpt_train.analysis.measures.of_run import OfRun
 from ngpt_train.analysis.paper_figures import FIGURES, Measured, chosen, measure
 from ngpt_train.analysis.run_contents import gathered, live_run, names_of
 from ngpt_train.config.places import make_directory
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
-from ngpt_train.core.files import write_json
+from ngpt_train.core.files import write_atomically, write_json
 from ngpt_train.core.secrets import command_of, redacted
 from ngpt_train.data import open_dataset
 from ngpt_train.distributed.world import World, join_world
@@ -50,7 +50,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         write_json(out / "analysis.json", content, indent=None)
         write_parquet(measured, out / "analysis.parquet")
         write_pictures(measured, [str(run["name"]) for run in content["runs"]], out / "figures")
-        write_page(measured, content, out / "page.html")
+        write_atomically(out / "page.html", html(measured, content).encode())
         print(f"written to {out}: page.html, analysis.json, analysis.parquet, figures/")
     return 0
 

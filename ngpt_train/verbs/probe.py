@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ngpt_train.analysis import token_classes
 from ngpt_train.analysis.probe_losses import report
-from ngpt_train.analysis.probe_page import class_rows, sign, write_page
+from ngpt_train.analysis.probe_page import class_rows, html, sign
 from ngpt_train.analysis.run_contents import names_of
 from ngpt_train.config.places import make_directory
 from ngpt_train.config.schema import Config
@@ -81,7 +81,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         out = Path(own.out).expanduser()
         make_directory(f"probe.out={out}", out)
         write_atomically(out / "probe.json", (json.dumps(content, ensure_ascii=False) + "\n").encode())
-        write_page(content, out / "page.html")
+        write_atomically(out / "page.html", html(content).encode())
         print(f"written to {out}: page.html, probe.json")
     return 0
 

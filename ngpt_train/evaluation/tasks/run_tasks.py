@@ -76,8 +76,7 @@ class TaskResults:
     def as_json(self) -> dict[str, Any]:
         """For evaluate.out. A number that is not finite becomes null."""
         left_out = {"left_out": self.left_out} if self.left_out else {}
-        tasks = {name: finite(of_task) for name, of_task in self.tasks.items()}
-        return {**finite(self.mean()), "tasks": tasks, "harness": version("lm_eval"), **left_out}
+        return dict(finite({**self.mean(), "tasks": self.tasks, "harness": version("lm_eval"), **left_out}))
 
     def lines(self) -> list[str]:
         """A line for each task, and one for the mean."""

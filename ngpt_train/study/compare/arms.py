@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.validate import mistake, show
-from ngpt_train.study.compare.compared_keys import HARDWARE, OF_THE_BUDGET, covers, identity, is_harmless
+from ngpt_train.study.compare.compared_keys import HARDWARE, HARMLESS, OF_THE_BUDGET, covers, identity
 from ngpt_train.study.compare.runs import Arms, Run
 from ngpt_train.study.definition import LR, check_arm
 from ngpt_train.study.tuning import Values
@@ -63,7 +63,7 @@ def found_arms(runs: Sequence[Run], tuned: Collection[str]) -> Arms:
 def _primary(group: Sequence[Run], tuned: Collection[str]) -> list[str]:
     """The keys that separate arms. Only keys of all configs count: older configs and other architectures lack some."""
     common = set.intersection(*(set(run.config) for run in group))
-    return sorted(key for key in common if not (is_harmless(key) or covers({*tuned, *_SECONDARY}, key)))
+    return sorted(key for key in common if not covers({*HARMLESS, *tuned, *_SECONDARY}, key))
 
 
 def _split(group: Sequence[Run], keys: Sequence[str]) -> list[list[Run]]:
@@ -76,7 +76,7 @@ def _apart(group: list[Run], tuned: Collection[str]) -> list[list[Run]]:
     point = lambda run: json.dumps([run.budget, values_of(run, tuned), run.seed], default=str)  # noqa: E731
     if max(Counter(map(point, group)).values()) < 2:
         return [group]
-    keys = {key for run in group for key in run.config if covers(_SECONDARY, key) and not is_harmless(key)}
+    keys = {key for run in group for key in run.config if covers(_SECONDARY, key) and not covers(HARMLESS, key)}
     follows = {"train.steps", "run.seed", *tuned}
     differing = []
     for twins in grouped(group, point):

@@ -100,14 +100,10 @@ def covers(names: Collection[str], key: str) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in spread)
 
 
-def is_harmless(key: str) -> bool:
-    return covers(HARMLESS, key)
-
-
 def compared_keys(configs: Iterable[Mapping[str, Any]]) -> list[str]:
     """The keys of the configs, and model.init.*, which older runs lack and had at their defaults."""
     keys = dict.fromkeys(key for config in configs for key in config) | dict.fromkeys(INIT_KEYS)
-    return [key for key in keys if not is_harmless(key)]
+    return [key for key in keys if not covers(HARMLESS, key)]
 
 
 def is_own_option(key: str) -> bool:
@@ -201,14 +197,14 @@ class Seen:
     by_arm[arm][budget]: list of values, as many as the runs gave.
     """
 
-    def __init__(self, key: str, arms: Arms, values: Callable[[Run], list[Any]]) -> None:
+    def __init__(self, key: str, arms: Arms, values: Callable[[Run, str], list[Any]]) -> None:
         self.key, self.arms = key, arms
         self.by_arm: dict[str, dict[int, list[Any]]] = {}
         budgets = common_budgets(arms)
         for arm, runs in arms.items():
             of_arm = self.by_arm.setdefault(arm, {})
             for run in runs:
-                if found := values(run):
+                if found := values(run, key):
                     of_arm.setdefault(budgets[run.path], []).extend(found)
 
     def of(self, arm: str) -> list[Any]:

@@ -5,14 +5,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ngpt_train.config.places import check_directory
 from ngpt_train.config.validate import mistake
 from ngpt_train.core.constants import METRICS
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json, write_atomically, write_json
-from ngpt_train.core.recorded import compared
+from ngpt_train.core.recorded import compared, finite
 from ngpt_train.core.secrets import redacted
 from ngpt_train.study.compare.arms import choose_baseline, found_arms, named_arms
 from ngpt_train.study.compare.compared_keys import (
@@ -278,14 +276,3 @@ def _curves(arm: Arm, metric: str) -> list[dict[str, Any]]:
         of_train = {name: [record[name] for record in train] for name in ("tokens", "loss")}
         entries.append({**_point(trial), "best": is_best, "eval": columns, "train": of_train})
     return entries
-
-
-def finite(value: Any) -> Any:
-    """The value in JSON: numbers that are not finite are null."""
-    if isinstance(value, Mapping):
-        return {str(key): finite(x) for key, x in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(x) for x in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from ngpt_train.config.keys import AUTO
@@ -103,7 +102,7 @@ def looked_at(arms: Arms) -> dict[str, Any]:
 def _keys(arms: Arms, best: Arms | None = None, of_best: Collection[str] = ()) -> list[Seen]:
     """Of the keys `of_best` the values in the runs `best`."""
     compared = compared_keys(run.config for runs in arms.values() for run in runs)
-    return [Seen(key, best if best and key in of_best else arms, partial(_of_key, key)) for key in compared]
+    return [Seen(key, best if best and key in of_best else arms, _of_key) for key in compared]
 
 
 def _facts(arms: Arms) -> list[str]:
@@ -132,15 +131,15 @@ def _of_config(
     return found
 
 
-def _of_key(key: str, run: Run) -> list[Any]:
+def _of_key(run: Run, key: str) -> list[Any]:
     return [value_of(run.config, key)]
 
 
-def _of_fact(name: str, run: Run) -> list[Any]:
+def _of_fact(run: Run, name: str) -> list[Any]:
     return run.facts_by_name.get(name, [UNKNOWN])
 
 
-def _measured(quantity: str, run: Run) -> list[Any]:
+def _measured(run: Run, quantity: str) -> list[Any]:
     return [] if (found := getattr(run, quantity)) is None else [found]
 
 
@@ -229,7 +228,7 @@ def _of_facts(arms: Arms, under_test: Collection[str]) -> list[Difference]:
     """Differences of code, versions, machine and data, by run.json."""
     found = []
     for name in _facts(arms):
-        seen = Seen(name, arms, partial(_of_fact, name))
+        seen = Seen(name, arms, _of_fact)
         hardware = covers(HARDWARE, name)
         kind = _kind_of_hardware(arms) if hardware else UNDER_TEST if covers(under_test, name) else CONFOUND
         note = ROUNDING if hardware and kind == FOLLOWS else ""
@@ -246,7 +245,7 @@ def _of_size(arms: Arms, causes: Sequence[Difference]) -> list[Difference]:
     """Differences in parameters, FLOPs and tokens of a step."""
     found = []
     for name in QUANTITIES:
-        seen = Seen(name, arms, partial(_measured, name))
+        seen = Seen(name, arms, _measured)
         if len(arms) < 2 or not all(seen.of(arm) for arm in arms) or not seen.arms_differ:
             continue
         keys = [x for x in causes if not x.within]
@@ -268,7 +267,7 @@ def _of_size(arms: Arms, causes: Sequence[Difference]) -> list[Difference]:
 def _of_clipping(best: Arms, causes: Sequence[Difference]) -> list[Difference]:
     """A difference in the share of clipped steps. It is the mean over an arm's best runs, because single runs are
     clipped more or less by chance."""
-    seen = Seen("clipped_share", best, partial(_measured, "clipped_share"))
+    seen = Seen("clipped_share", best, _measured)
     if len(best) < 2 or not all(seen.of(arm) for arm in best):
         return []
     shared = set.intersection(*map(set, seen.by_arm.values()))
@@ -300,7 +299,7 @@ def _of_data(arms: Arms, under_test: Collection[str]) -> list[Difference]:
             note = f"seed {one.seed}: other rows up to {tokens:,} tokens, so that runs of one seed are not paired"
             found.append(Difference("data_hash", {first: values[:1], second: values[1:]}, note=note, kind=kind))
             break
-    seen = Seen("rows_hash", arms, lambda run: [run.rows_hash] if run.is_annealed else [])
+    seen = Seen("rows_hash", arms, lambda run, _: [run.rows_hash] if run.is_annealed else [])
     values = distinct(itertools.chain.from_iterable(seen.all().values()))
     if len(values) > 1:
         note = "validated on other rows of the text: not paired by row, and their noise is not in the interval"

@@ -17,7 +17,6 @@ from ngpt_train.analysis.analysis_files import (
     as_json,
     html,
     thinned,
-    write_page,
     write_parquet,
     write_pictures,
 )
@@ -143,9 +142,9 @@ def test_they_open_in_a_browser(
 
     path = tmp_path / "page.html"
     if which == "analyze":
-        write_page(example(), content_of(example()), path)
+        path.write_text(html(example(), content_of(example())))
     else:
-        probe_page.write_page(probed(), path)
+        path.write_text(probe_page.html(probed()))
     plots = visit(path, width)
     assert "bad" not in browser.title
     assert len(plots) == (4 if which == "analyze" else 2)
