@@ -16,7 +16,7 @@ from ngpt_train.config.schema import Config, build, schema_keys
 from ngpt_train.config.sections.data import commits_of, with_commits
 from ngpt_train.config.validate import any_of, check_leaf, did_you_mean, flatten, mistake, show, similar_keys
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.core.files import read_yaml_text, write_atomically
+from ngpt_train.core.files import write_atomically, yaml_tree
 from ngpt_train.core.secrets import redacted
 
 # Keys that earlier versions stored with every run, and that changed no bit of one: they are not read.
@@ -53,7 +53,7 @@ def read_yaml(path: str | os.PathLike[str]) -> Config:
     import yaml
 
     try:
-        tree = yaml.safe_load(read_yaml_text(Path(path)))
+        tree = yaml_tree(Path(path))
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or a day that is none
         problem = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise DataError(f"{path}: not a readable config: {problem}") from None
@@ -167,18 +167,12 @@ def follows_table(config: Config) -> bool:
     return bool(optim.row_of(config.scale.name)) and (optim.lr, optim.lr_source) == optim.from_table(config)
 
 
-def began_with_table(stored: Config) -> bool:
-    """Whether the learning rate of a run is an entry of its lr_table. Older runs did not store where it is from."""
-    optim = stored.optim
-    return bool(optim.lr_source) or (bool(optim.row_of(stored.scale.name)) and optim.lr == optim.from_table(stored)[0])
-
-
 def _may_change_here(name: str, stored: Config, new: Config) -> bool:
     """Whether a key that a resumed run must not change may differ between these two."""
     if name == "train.steps":
         return new.train.steps > stored.train.steps
     if name == "optim.lr":
-        return follows_table(new) and began_with_table(stored)  # the run goes on with the stored one
+        return follows_table(new) and bool(stored.optim.lr_source)  # the run goes on with the stored one
     if name.removeprefix("model.") in new.model.starts:
         return bool(new.model.source_of_starts(new.scale.name))  # likewise
     if name == "schedule.final_lr":  # a share of optim.lr, which is compared itself

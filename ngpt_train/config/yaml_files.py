@@ -11,6 +11,7 @@ import io
 import os
 import re
 import sys
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -120,25 +121,16 @@ class Row(NamedTuple):
     values: dict[str, Any]
 
 
-class _Options(Mapping[str, list[str]]):
+class _Options(UserDict[str, list[str]]):
     """The options of each group, read when they are asked for: most command lines need no file of experiments."""
 
     def __init__(self, read: Callable[[str], list[str]]) -> None:
+        super().__init__({group: [] for group in GROUPS})
         self._read = read
 
     def __getitem__(self, group: str) -> list[str]:
-        if group not in GROUPS:
-            raise KeyError(group)
+        super().__getitem__(group)  # KeyError
         return self._read(group)
-
-    def __contains__(self, group: object) -> bool:
-        return group in GROUPS
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(GROUPS)
-
-    def __len__(self) -> int:
-        return len(GROUPS)
 
 
 class Files:

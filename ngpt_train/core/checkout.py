@@ -1,9 +1,11 @@
 """The commit that this package runs from."""
 
+import functools
 import subprocess
 from pathlib import Path
 
 
+@functools.cache
 def git_commit() -> str | None:
     """Commit of the checkout that this package runs from, with `+` if files differ from it; None without a checkout."""
     where = Path(__file__).parents[1]

@@ -188,6 +188,13 @@ def read_yaml_text(path: Path) -> str:
     return text
 
 
+def yaml_tree(path: Path) -> Any:
+    """The content of a YAML file, by libyaml where PyYAML has it, five times as fast. Raises as `read_yaml_text`."""
+    import yaml
+
+    return yaml.load(read_yaml_text(path), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
 def text_of(path: Path) -> str:
     """The text of a small file of the system, such as in /proc, stripped; empty if it cannot be read."""
     try:

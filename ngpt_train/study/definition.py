@@ -18,7 +18,7 @@ from ngpt_train.config.sections.studies import StudyConfig
 from ngpt_train.config.validate import check_leaf, did_you_mean, mistake, nearest, show, unknown_key
 from ngpt_train.config.yaml_files import Files, parse_row
 from ngpt_train.core.errors import DataError
-from ngpt_train.core.files import read_yaml_text, write_atomically
+from ngpt_train.core.files import write_atomically, yaml_tree
 from ngpt_train.core.secrets import command_of, redacted
 
 Value = float | int | str | bool | tuple[Any, ...] | None  # of a tuned key
@@ -256,7 +256,7 @@ def read_stored(directory: Path) -> Study:
     """The study of a directory. Raises DataError if its study.yaml is missing or damaged."""
     path = directory / FILE
     try:
-        tree = yaml.safe_load(read_yaml_text(path))
+        tree = yaml_tree(path)
         return Study(
             name=directory.name,
             root=directory.parent,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ngpt_train.config.keys import AUTO
-from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.config.validate import report_together
+from ngpt_train.core.errors import DataError
 
 if TYPE_CHECKING:  # a step needs torch alone; reading data needs numpy
     from ngpt_train.config.schema import Config
@@ -29,23 +30,12 @@ AUTO_MICRO_TOKENS = 16_384
 def resolve_micro_rows(config: Config, world_size: int) -> int:
     """`train.micro_rows` with auto resolved: the number of rows in one forward pass of one rank. Raises ConfigError if
     batch_rows is not a whole number of micro batches on every rank."""
-    batch_rows, micro_rows = config.train.rows_per_step, config.train.micro_rows
-    if batch_rows % world_size:
-        below = batch_rows // world_size * world_size
-        near = " or ".join(str(rows) for rows in (below, below + world_size) if rows)
-        problem = f"train.batch_rows={batch_rows}: {world_size} ranks cannot share it evenly"
-        raise ConfigError(f"{problem}. Use a multiple of {world_size}, for example train.batch_rows={near}.")
-    rank_rows = batch_rows // world_size
-    possible = divisors(rank_rows)
-    if micro_rows == AUTO:
-        return max([rows for rows in possible if rows * config.model.context <= AUTO_MICRO_TOKENS], default=1)
-    if micro_rows not in possible:
-        raise ConfigError(
-            f"train.micro_rows={micro_rows}: a rank has {rank_rows} rows per step "
-            f"(train.batch_rows={batch_rows} over {world_size} ranks), which is not a multiple of it. "
-            f"Use one of {', '.join(map(str, possible))}."
-        )
-    return int(micro_rows)
+    for conflict in config.train.batch_conflicts(world_size):
+        raise report_together(config, conflict, origins={})
+    if config.train.micro_rows != AUTO:
+        return int(config.train.micro_rows)
+    possible = divisors(config.train.rows_per_step // world_size)
+    return max([rows for rows in possible if rows * config.model.context <= AUTO_MICRO_TOKENS], default=1)
 
 
 def divisors(number: int) -> list[int]:

@@ -217,8 +217,7 @@ def take_step(run: TrainingRun) -> bool:
     waits = run.step == run.last or any(hook.waits(run) for hook in run.hooks)
     run.loss = float(run.result.loss) if waits else None
     run.data_seconds, run.seconds = fetched - started, time.perf_counter() - started
-    if state.train_seconds is not None:
-        state.train_seconds += run.seconds
+    state.train_seconds += run.seconds
     return True
 
 

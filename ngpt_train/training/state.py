@@ -95,7 +95,7 @@ class TrainState:
     guards: Guards
     loss_scale: LossScale | None = None  # with train.precision=fp16
     ema: MovingAverage | None = None  # of the weights, with optim.ema_decay
-    train_seconds: float | None = 0.0  # in training steps so far; None after a checkpoint without the number
+    train_seconds: float = 0.0  # in training steps so far
     rollbacks: list[dict[str, Any]] = field(default_factory=list)  # as run.json has them
 
     def counters(self) -> dict[str, Any]:
@@ -111,12 +111,11 @@ class TrainState:
         }
 
     def load_counters(self, stored: Mapping[str, Any]) -> None:
-        """stored: `counters` of a checkpoint. Earlier versions did not save all of them."""
+        """stored: `counters` of a checkpoint. The first ones of this format had no guards and rollbacks."""
         self.step = stored["step"]
         self.tokens.fill_(stored["tokens"])
-        self.train_seconds = stored.get("train_seconds")
-        if "interval" in stored:
-            self.interval.load_state_dict(stored["interval"])
+        self.train_seconds = stored["train_seconds"]
+        self.interval.load_state_dict(stored["interval"])
         self.guards.load_state_dict(stored.get("guards", {}))
         self.rollbacks = stored.get("rollbacks", [])
         if self.loss_scale is not None:

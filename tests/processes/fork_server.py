@@ -43,6 +43,7 @@ IMPORTED = (
     "matplotlib.pyplot",
     "rich.progress",
     "sentencepiece",
+    "torch._dynamo",  # which DistributedDataParallel and FSDP2 import at their first use
     "torch.distributed.fsdp",
     "torch.distributed.run",
     "tests.processes.test_equality",  # and with it all that the ranks of `on_ranks` need
@@ -57,7 +58,9 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     for module in IMPORTED:
         importlib.import_module(module)
-    load_config(["model=ngpt", "scale=debug"])  # Hydra looks for its plug-ins once
+    # Hydra looks for its plug-ins once, and words and groups of these arguments are not read again in each fork.
+    for more in ([], ["parallel=ddp"], ["parallel=fsdp"]):
+        load_config(["model=ngpt", "scale=debug", "data=local", "data.path=x", "tokenizer=bytes", *more])
     assert not set(NOT_IMPORTED) & set(sys.modules)
     threads = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]
     assert len(threads) == 1, threads

@@ -19,6 +19,14 @@ def no_process_group_afterwards() -> Iterator[None]:
         distributed.destroy_process_group()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_curves() -> Iterator[None]:
+    """A run does not draw its curves at its end, which takes a third of a short run's time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ngpt_train.verbs.train.plot_run", lambda directory: None)
+        yield
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """A headless Chromium that logs its console and its network."""

@@ -163,13 +163,14 @@ class TrainConfig:
 
     def conflicts(self, config: Config, world_size: int) -> Iterator[Conflict]:
         """Keys that exclude each other. world_size: the ranks that share the batch."""
-        yield from self._batch_conflicts(world_size)
+        yield from self.batch_conflicts(world_size)
         if self.cuda_graphs:
             yield from self._cuda_graphs_conflicts(config.parallel.kind, world_size)
         if self.stop_at is not None and self.stop_at > self.steps:
             yield "train.stop_at train.steps", "stops after the end", f"Set train.stop_at to {self.steps} or less"
 
-    def _batch_conflicts(self, world_size: int) -> Iterator[Conflict]:
+    def batch_conflicts(self, world_size: int) -> Iterator[Conflict]:
+        """Of the rows: they are whole micro batches on each of `world_size` ranks."""
         rows, micro = self.rows_per_step, self.micro_rows
         ranks = f"{world_size} ranks" if world_size > 1 else "one rank"
         if isinstance(micro, int) and rows % (micro * world_size):

@@ -20,7 +20,7 @@ from ngpt_train.config.stored import GONE
 from ngpt_train.config.validate import flatten, show
 from ngpt_train.core import recorded
 from ngpt_train.core.errors import DataError
-from ngpt_train.core.files import json_lines, parse_json, read_whole, read_yaml_text
+from ngpt_train.core.files import json_lines, parse_json, read_whole, yaml_tree
 from ngpt_train.core.recorded import ABOVE_0, ANSWERS, COUNT, FLAG, POSITIVE, TEXT, Record
 from ngpt_train.study.definition import SAME_BUDGET
 
@@ -282,7 +282,7 @@ def read_run(path: Path) -> Run:
 def _config(path: Path) -> Record:
     """The keys of a config.yaml by dotted name, with values of JSON. Raises DataError."""
     try:
-        tree = parse_json(json.dumps(yaml.safe_load(read_yaml_text(path))).encode())  # no dates, no sets
+        tree = parse_json(json.dumps(yaml_tree(path)).encode())  # no dates, no sets
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         raise DataError(f"{path}: not a readable config: {' '.join(str(error).split())}") from None
     leaves = flatten(tree, TABLES) if isinstance(tree, dict) else ()

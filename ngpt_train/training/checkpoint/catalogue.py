@@ -9,6 +9,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,7 @@ PARTS: dict[str, Fields] = {
     "guards": GUARDS,
 }
 ROLLBACK: Fields = dict.fromkeys(("number", "step", "bad_step", "first_row", "last_row"), COUNT)
-CHUNK = 2**20  # bytes that are read or written, and then summed while they are in the CPU's cache
+CHUNK = 2**20  # bytes that are written, and summed while they are in the CPU's cache
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
@@ -257,11 +258,6 @@ def new_checksum(kind: str) -> Any:
 
 def size_and_checksum(path: Path, kind: str) -> dict[str, Any]:
     """A file's entry in the manifest."""
-    checksum = new_checksum(kind)
-    buffer = memoryview(bytearray(CHUNK))
-    size = 0
     with path.open("rb", buffering=0) as file:  # not mapped: cutting the file meanwhile would end in SIGBUS
-        while n := file.readinto(buffer):
-            checksum.update(buffer[:n])
-            size += n
-    return {"bytes": size, kind: checksum.hexdigest()}
+        checksum = hashlib.file_digest(file, partial(new_checksum, kind))
+        return {"bytes": file.tell(), kind: checksum.hexdigest()}

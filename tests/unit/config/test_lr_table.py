@@ -178,11 +178,6 @@ def test_a_run_that_grows_keeps_its_rate() -> None:
     grown = with_first_values(longer, stored)
     assert (grown.optim.lr, grown.optim.lr_source) == (2.5e-3, stored.optim.lr_source)
     check_resume(grown, run("train.steps=200000"))  # and once more
-    # Of a run from before, whose table had numbers.
-    older = run("optim.lr=3e-3")
-    older.optim.lr_table = {"0.5b": {1024: 3e-3}}
-    check_resume(older, longer)
-    assert with_first_values(longer, older).optim.lr == 3e-3
 
 
 @pytest.mark.parametrize(("stored", "new"), [([], ["optim.lr=1e-3"]), (["optim.lr=5e-3"], [])])

@@ -36,28 +36,30 @@ def model_of(architecture: str, *arguments: str, context: int = 24) -> EncoderDe
     return model
 
 
-def log_probabilities(model: EncoderDecoder, source: Tensor, ids: list[int]) -> Tensor:
-    """log p `(len(ids) + 1, V)` of each next token, in one pass over a row without a cache."""
-    half = max(len(source), len(ids) + 1)
-    row = torch.zeros(1, 2 * half, dtype=torch.long)
-    doc_ids = torch.full_like(row, -1)
-    row[0, : len(source)], doc_ids[0, : len(source)] = source, 0
-    row[0, half : half + len(ids) + 1] = torch.tensor([EOS, *ids])
-    doc_ids[0, half : half + len(ids) + 1] = 0
-    logits = model(row, doc_ids=doc_ids)
+@torch.no_grad()
+def log_probabilities(model: EncoderDecoder, source: Tensor, texts: list[list[int]]) -> Tensor:
+    """log p `(N, n + 1, V)` of each next token of N texts of n tokens, in one pass over rows without a cache."""
+    n = len(texts[0])
+    half = max(len(source), n + 1)
+    rows = torch.zeros(len(texts), 2 * half, dtype=torch.long)
+    doc_ids = torch.full_like(rows, -1)
+    rows[:, : len(source)], doc_ids[:, : len(source)] = source, 0
+    rows[:, half : half + n + 1] = torch.tensor([[EOS, *ids] for ids in texts])
+    doc_ids[:, half : half + n + 1] = 0
+    logits = model(rows, doc_ids=doc_ids)
     assert isinstance(logits, Tensor)
-    return logits[0, : len(ids) + 1].double().log_softmax(-1)
+    return logits[:, : n + 1].double().log_softmax(-1)
 
 
 def all_translations(model: EncoderDecoder, source: Tensor, n: int, penalty: float, V: int) -> list[Hypothesis]:
     """Every translation of at most n tokens, eos included, or n without it; best first."""
     found = []
     for length in range(n + 1):
-        for ids in itertools.product(range(1, V), repeat=length):
-            log_p = log_probabilities(model, source, list(ids))
-            total = sum(float(log_p[k, token]) for k, token in enumerate(ids))
-            ended = total + float(log_p[length, EOS]) if length < n else total
-            found.append(Hypothesis(ended / min(length + 1, n) ** penalty, list(ids)))
+        texts = [list(ids) for ids in itertools.product(range(1, V), repeat=length)]
+        for ids, log_p in zip(texts, log_probabilities(model, source, texts).tolist(), strict=True):
+            total = sum(log_p[k][token] for k, token in enumerate(ids))
+            ended = total + log_p[length][EOS] if length < n else total
+            found.append(Hypothesis(ended / min(length + 1, n) ** penalty, ids))
     return sorted(found, key=lambda one: -one.score)
 
 
@@ -94,10 +96,11 @@ def test_a_narrow_beam_beside_one_without_a_cache(n_beams: int, penalty: float) 
         running: list[tuple[float, list[int]]] = [(0.0, [])]
         ended: list[Hypothesis] = []
         for n in range(1, 9):
+            following = log_probabilities(model, source, [ids for _, ids in running])[:, -1].tolist()
             candidates = [
-                (log_p + float(value), ids, token)
-                for log_p, ids in running
-                for token, value in enumerate(log_probabilities(model, source, ids)[-1])
+                (log_p + value, ids, token)
+                for (log_p, ids), values in zip(running, following, strict=True)
+                for token, value in enumerate(values)
             ]
             best = sorted(candidates, key=lambda one: -one[0])[: 2 * n_beams]
             for log_p, ids, token in best[:n_beams]:
@@ -111,7 +114,7 @@ def test_a_narrow_beam_beside_one_without_a_cache(n_beams: int, penalty: float) 
         assert [one.score for one in kept] == pytest.approx([one.score for one in ended], rel=1e-9)
         lengths.add(len(kept[0].ids))
         if n_beams == 1:
-            alone = log_probabilities(model, source, kept[0].ids).argmax(-1).tolist()
+            alone = log_probabilities(model, source, [kept[0].ids])[0].argmax(-1).tolist()
             assert alone[: len(kept[0].ids)] == kept[0].ids
     assert len(lengths) > 1
     assert all(math.isfinite(one.score) for kept in together for one in kept)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lm_eval.tasks import TaskManager
 
 from ngpt_train.config import load_config
 from ngpt_train.config.sections.records import EvalConfig
@@ -282,6 +281,8 @@ def test_an_unknown_name_is_refused_before_all_tasks_are_read(directory: Path, m
 @pytest.mark.exhaustive
 def test_every_name_of_the_harness_is_found_in_its_files() -> None:
     """Caught: a task, a group or a tag of a template that is refused as unknown."""
+    from lm_eval.tasks import TaskManager  # which takes seconds
+
     assert set(TaskManager().all_tasks) <= task_files.Harness().folders_by_name.keys()
 
 

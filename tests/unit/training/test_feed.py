@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.config.sections.training import TrainConfig
+from ngpt_train.core.errors import DataError
 from ngpt_train.kernels import attention
 from ngpt_train.models import build_model
 from ngpt_train.models.layers import documents
@@ -168,7 +169,7 @@ def test_an_encoder_decoder_has_room_for_any_number(monkeypatch: pytest.MonkeyPa
 
 
 def asked(batch_rows: int, micro_rows: int | str, context: int) -> Any:
-    train = SimpleNamespace(rows_per_step=batch_rows, micro_rows=micro_rows)
+    train = TrainConfig(batch_rows=batch_rows, micro_rows=micro_rows)
     return SimpleNamespace(train=train, model=SimpleNamespace(context=context))
 
 
@@ -178,17 +179,3 @@ def asked(batch_rows: int, micro_rows: int | str, context: int) -> Any:
 )
 def test_micro_rows(batch_rows: int, micro_rows: int | str, context: int, world_size: int, expected: int) -> None:
     assert feed.resolve_micro_rows(asked(batch_rows, micro_rows, context), world_size) == expected
-
-
-@pytest.mark.parametrize(
-    ("batch_rows", "micro_rows", "world_size", "words"),
-    [
-        (10, "auto", 4, ["train.batch_rows=10", "4 ranks", "8 or 12"]),
-        (12, 4, 2, ["train.micro_rows=4", "6 rows", "1, 2, 3, 6"]),
-        (2, "auto", 4, ["train.batch_rows=2", "train.batch_rows=4"]),
-    ],
-)
-def test_batch_that_does_not_divide(batch_rows: int, micro_rows: int | str, world_size: int, words: list[str]) -> None:
-    with pytest.raises(ConfigError) as error:
-        feed.resolve_micro_rows(asked(batch_rows, micro_rows, 64), world_size)
-    assert all(word in str(error.value) for word in words)

@@ -16,7 +16,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.data.loader import Position
 from ngpt_train.observe.train_records import TrainRecords
 from ngpt_train.training import StepResult, build_state, loop, train_step
-from ngpt_train.training.checkpoint import Checkpoints, load, load_state
+from ngpt_train.training.checkpoint import Checkpoints, load_state
 from ngpt_train.training.hooks import Hook, TrainingRun, due
 from ngpt_train.training.hooks.bad_steps import SkippedSteps
 from ngpt_train.training.hooks.stopping import StopRequest
@@ -234,23 +234,6 @@ def test_an_interval_counts_clipped_steps() -> None:
     assert resumed.read()["clipped"] == 3 / 6
     resumed.reset()
     assert resumed.read()["clipped"] is None, "no steps, no share"
-
-
-def test_a_checkpoint_of_before_says_nothing_about_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caught: seconds of the steps since the resume alone, as if they were those of the run."""
-    first = build_state(loop_config(4, "logging.every=3"))
-    kept = Checkpoints(tmp_path, first.world, keep_last=1, keep_every=None)
-    run(first, save=lambda state: save_state(kept, state))
-    path = tmp_path / "step_00000004/state.json"
-    stored = json.loads(path.read_text())
-    del stored["train_seconds"], stored["interval"]["n_clipped"], stored["interval"]["n_steps"]
-    path.write_text(json.dumps(stored))
-    monkeypatch.setattr(load, "verify", lambda path, world: None)
-    again = build_state(loop_config(8, "logging.every=3"))
-    load_state(tmp_path / "step_00000004", again)
-    (record,) = [record for record in run(again) if record["kind"] == "train"]
-    assert record["train_seconds"] is None
-    assert record["clipped"] in (0, 0.5, 1), "of steps 5 and 6"
 
 
 MOMENTS = ("start", "before_step", "after_step", "check", "save", "evaluate", "finish")
