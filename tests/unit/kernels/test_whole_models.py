@@ -15,7 +15,7 @@ from tests.properties.architectures import ARCHITECTURES, VARIANTS, Size, error,
 from tests.properties.runs import run_config
 from tests.reference.training import Recipe
 
-TINY = Size(d_model=32, n_layers=1, n_heads=2, vocab_size=48, n_kv_heads=1, d_mlp=40, source_context=4)
+TINY = Size(32, n_layers=1, n_heads=2, vocab_size=48, n_kv_heads=1, d_mlp=40, n_encoder_layers=1, source_context=4)
 # Models that give the kernels other arguments: of the rotation, of scales, of cross-attention.
 CALLERS = ["gpt", "gpt+qk_norm", "ngpt", "ntransformer", "normformer"]
 CALLERS += [f"ngpt {option}" for option in ("without qk-norm", "interleaved", "scalars")]

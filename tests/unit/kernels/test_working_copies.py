@@ -32,7 +32,7 @@ from tests.stored import save_state, stored_tensors
 
 pytestmark = pytest.mark.skipif(not dispatch.interpreted(), reason="models are on the CPU, as the interpreter")
 ROWS, T = 4, 16
-TINY = Size(d_model=32, n_layers=2, n_heads=2, vocab_size=48, n_kv_heads=1, d_mlp=40, source_context=4)
+TINY = Size(32, n_layers=2, n_heads=2, vocab_size=48, n_kv_heads=1, d_mlp=40, n_encoder_layers=1, source_context=4)
 RECIPE = Recipe(20, 2e-2, 0.9, 0.95, 1e-8, weight_decay=0.0, clip_norm=0.5, warmup_steps=0)
 # Products by themselves, as nGPT's gate, cross-attention's and MLPs with biases; blocks that are computed again.
 RUNS = [("ngpt", []), ("ntransformer", []), ("normformer", []), ("gpt", ["train.activation_checkpointing=full"])]

@@ -171,11 +171,11 @@ def test_triton_takes_fp16_and_nobody_waits(name: str, monkeypatch: pytest.Monke
     losses, weights = [], []
     for kernels in ("torch", "triton"):
         options = ["train.precision=fp16", f"kernels={kernels}"]
-        given = run_config(name, TINY, RECIPE, rows=2, context=8, micro_rows=2, parallel="single", options=options)
+        given = run_config(name, TINY, RECIPE, rows=1, context=4, micro_rows=1, parallel="single", options=options)
         with dispatch.chosen(kernels):
             state = build_state(given)
             for step in range(2):
-                batch = text_like_rows(2, 8, TINY.vocab_size, step)
+                batch = text_like_rows(1, 4, TINY.vocab_size, step)
                 with Waits() as waits:
                     result = train_step(state, [batch])
                 assert waits.seen == []

@@ -17,7 +17,7 @@ from tests.properties.runs import micro_batches, run_config
 from tests.reference.training import Recipe
 
 ROWS, T = 2, 8
-TINY = Size(d_model=32, n_layers=1, n_heads=2, vocab_size=48, n_kv_heads=1, d_mlp=40, source_context=4)
+TINY = Size(32, n_layers=1, n_heads=2, vocab_size=48, n_kv_heads=1, d_mlp=40, n_encoder_layers=1, source_context=4)
 RECIPE = Recipe(20, 1e-2, 0.9, 0.95, 1e-8, weight_decay=0.0, clip_norm=1.0, warmup_steps=0)
 # What on a GPU ends in a copy to the host: a number of it, or a size that depends on values.
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "_unique2", "item"}
