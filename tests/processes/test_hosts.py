@@ -74,7 +74,7 @@ def machines(tmp_path: Path) -> Iterator[list[Host]]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Numbers:
     """Losses, norms, rates and tokens of each step of two ranks of one host."""
     directory = tmp_path_factory.mktemp("undisturbed")
-    train(arguments(directory, corpus, f"train.steps={STEPS}"), ranks=2)
+    train(arguments(directory, corpus, f"train.steps={STEPS}", "train.micro_rows=2"), ranks=2)
     return numbers(directory / "runs/test")
 
 
