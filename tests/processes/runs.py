@@ -71,6 +71,7 @@ def arguments(directory: Path, corpus: Path, *overrides: str) -> list[str]:
         "run.name=test",
         "train.steps=12",
         "train.batch_rows=8",
+        "train.micro_rows=2",
         "train.device=cpu",
         "eval.every=0",
         "eval.rows=8",
@@ -79,8 +80,7 @@ def arguments(directory: Path, corpus: Path, *overrides: str) -> list[str]:
         "logging.wandb.mode=disabled",
     ]
     chosen = {override.split("=")[0]: override for override in [*defaults, *overrides]}
-    rows = 4 if "train.batch_rows=8" in chosen.values() else 2  # two micro batches of one process
-    return list({"train.micro_rows": f"train.micro_rows={rows}", **chosen}.values())
+    return list(chosen.values())
 
 
 def command(verb: str, given: list[str], ranks: int = 1) -> list[str]:

@@ -28,7 +28,7 @@ class Job:
         self.directory, self.machines = directory / "runs/test", machines
         self._outputs = {host: directory / f"{host.name}.txt" for host in machines}
         faults = (f"train.steps={STEPS}", "checkpoint.every=5", f"parallel.hang_seconds={SECONDS}")
-        self.given = arguments(directory, corpus, *faults, "train.micro_rows=2", *options)
+        self.given = arguments(directory, corpus, *faults, *options)
         self.running: dict[Host, fork_server.Started] = {}
 
     def start(self, *machines: Host, head: Host | None = None, restarts: int = 0, ranks: int = 1, **new: str) -> None:
@@ -74,7 +74,7 @@ def machines(tmp_path: Path) -> Iterator[list[Host]]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Numbers:
     """Losses, norms, rates and tokens of each step of two ranks of one host."""
     directory = tmp_path_factory.mktemp("undisturbed")
-    train(arguments(directory, corpus, f"train.steps={STEPS}", "train.micro_rows=2"), ranks=2)
+    train(arguments(directory, corpus, f"train.steps={STEPS}"), ranks=2)
     return numbers(directory / "runs/test")
 
 

@@ -57,7 +57,7 @@ def test_dropout_goes_on_bit_for_bit_and_on_other_ranks(tmp_path: Path, corpus: 
     assert runs.numbers(whole / "runs/test") == expected
     assert runs.began_at(whole / "runs/test") == [0, 4]
     runs.train(runs.arguments(others, corpus, *common, "train.stop_at=3", "parallel=ddp"), ranks=2)
-    runs.train(runs.arguments(others, corpus, *common, "train.micro_rows=8"))
+    runs.train(runs.arguments(others, corpus, *common, "train.micro_rows=4"))
     runs.assert_near(runs.numbers(others / "runs/test"), expected, 1e-6)
 
 
@@ -76,7 +76,7 @@ def test_other_ranks_and_layouts(tmp_path: Path, corpus: Path, uninterrupted: Pa
     """fsdp on 2, one process, ddp on 4: the loss of an uninterrupted run within 1e-6."""
     runs.train(runs.arguments(tmp_path, corpus, "parallel=fsdp", "train.stop_at=4"), ranks=2)
     runs.train(runs.arguments(tmp_path, corpus, "parallel=single", "train.stop_at=8"))
-    runs.train(runs.arguments(tmp_path, corpus, "parallel=ddp", "train.micro_rows=2"), ranks=4)
+    runs.train(runs.arguments(tmp_path, corpus, "parallel=ddp"), ranks=4)
     runs.assert_near(runs.numbers(tmp_path / "runs/test"), runs.numbers(uninterrupted), 1e-6)
 
 

@@ -114,7 +114,7 @@ def kill(process: fork_server.Started) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_four_ranks_killed_and_resumed(tmp_path: Path, corpus: Path, parallel: str) -> None:
-    options = [f"parallel={parallel}", "train.micro_rows=2", "train.steps=24", "checkpoint.every=6"]
+    options = [f"parallel={parallel}", "train.steps=24", "checkpoint.every=6"]
     whole, parts = (runs.arguments(tmp_path / name, corpus, *options) for name in ("whole", "parts"))
     runs.train(whole, ranks=4)
     process = runs.start(parts, ranks=4)

@@ -135,7 +135,7 @@ def test_hyperball_keeps_the_lengths_of_matrices_in_fp32(name: str) -> None:
     state = state_of(name)
     before = export_weights(state.model)
     for step in range(200):
-        train_step(state, micro_batches("gpt", SMALL, 4, 16, step % 5, 1))
+        train_step(state, micro_batches("gpt", SMALL, 4, 16, seed=step % 5, n=1))
     for key, x in export_weights(state.model).items():
         drift = abs(x.double().norm() / before[key].double().norm() - 1).item()
         assert (drift < 1e-5) == (x.ndim == 2 and key.startswith("layers")), key

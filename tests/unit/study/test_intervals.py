@@ -511,3 +511,13 @@ def test_a_detectable_difference_is_resolved_as_often_as_said(seeds: int) -> Non
         pair = Pair(np.ones(1), drawn, size + rng.normal(0, 0.01 * math.sqrt(2), drawn.shape))
         count += difference_at(pair, Noise(pair), 0, 0.95).is_resolved
     assert count / 1500 == pytest.approx(POWER, abs=0.035)
+
+
+@pytest.mark.exhaustive
+def test_percentile_bootstrap_of_three_seeds_covers_too_little() -> None:
+    """Why intervals are not made so."""
+    rng = np.random.default_rng(1)
+    drawn = rng.normal(0, 1, (10_000, 3))
+    means = drawn[:, rng.integers(0, 3, (1000, 3))].mean(axis=2)
+    low, high = np.percentile(means, [2.5, 97.5], axis=1)
+    assert np.mean((low <= 0) & (high >= 0)) == pytest.approx(0.76, abs=0.02)
