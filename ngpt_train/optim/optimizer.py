@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.optim import OptimConfig
-from ngpt_train.core.errors import ConfigError
+from ngpt_train.config.validate import report_together
 from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.adam import unsupported
 from ngpt_train.models.decoder import Decoder, ParameterGroup
@@ -73,10 +73,10 @@ def lr_factors(groups: Sequence[ParameterGroup], config: Config) -> list[float]:
     parameter (optim.groups), the architecture has (`ModelConfig.lr_factors`) or the run has a rule (optim.lr_rule).
     Raises ConfigError for a rate of parameters that the model does not have."""
     there = {group.kind or "vector" for group in groups if group.names}
-    if missing := [kind for kind in config.optim.groups.chosen() if kind not in there]:
-        key, value = f"optim.groups.{missing[0]}", getattr(config.optim.groups, missing[0])
-        problem = f"model.name={config.model.name} {key}={value}: this model has no such parameters"
-        raise ConfigError(f"{problem}, only of the kinds {', '.join(sorted(there))}\n  Leave {key} out")
+    for kind in config.optim.groups.chosen():
+        if kind not in there:
+            key = f"optim.groups.{kind}"
+            raise report_together(config, (f"{key} model.name", "no such parameters", f"Leave {key} out"), origins={})
     factors, of_rule = config.model.lr_factors(config.train.steps), factor_of_rule(config)
     found = []
     for group in groups:

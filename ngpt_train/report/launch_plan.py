@@ -134,21 +134,23 @@ def make_plan(config: Config, overrides: Sequence[str] = (), options: Sequence[s
 
 def planned_vocabulary(config: Config) -> int:
     """The vocabulary size in `train`, without reading text. Raises DataError if a file is missing."""
-    own = config.data.own_ids
+    return tokenizer_size(config) + config.data.own_ids
+
+
+def tokenizer_size(config: Config) -> int:
     if config.data.kind == "tokens":
         directory = Path(config.data.path or "").expanduser()
         if not directory.is_dir():
             problem = f"data.path={config.data.path}: not a directory, so the vocabulary of its tokens is unknown"
             raise DataError(f"{problem}. Name the directory, or say the number with model.vocab_size.")
         if (directory / MANIFEST).exists():
-            return int(read_manifest(directory)["tokenizer"]["vocab_size"]) + own
+            return int(read_manifest(directory)["tokenizer"]["vocab_size"])
     tokenizer = config.tokenizer
     if (known := known_vocabulary(tokenizer.kind)) is not None:  # no download of its file
-        return known + own
+        return known
     if tokenizer.path is None and config.data.kind != "tokens":
-        # `train` would make a SentencePiece model of this size, or at most so many words.
-        return tokenizer.vocab_size + own
-    return load_tokenizer(tokenizer).vocab_size + own
+        return tokenizer.vocab_size  # `train` would make a SentencePiece model of this size, or at most so many words
+    return load_tokenizer(tokenizer).vocab_size
 
 
 def count_parameters(model: Decoder) -> dict[str, int]:

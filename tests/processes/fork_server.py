@@ -2,7 +2,7 @@
 
 Importing the trainer costs two seconds of CPU, more than most runs of the tests need. The server imports it once for a
 pytest process, then forks for every request: a fresh process with its own arguments, environment, directory, stdout
-and stderr, which ends as `python -m ngpt_train` does. The server itself composes one configuration and runs nothing, so
+and stderr, which ends as `python -m ngpt_train` does. The server itself composes configurations and runs nothing, so
 no test sees another.
 
 torchrun and its ranks are forks as well (torchrun.py). A fork cannot show everything. These need a real process

@@ -189,7 +189,7 @@ def test_a_rate_of_parameters_that_are_not_there() -> None:
     """Caught: a tuned key without an effect."""
     options = ["model=composed", "model.norm=layer_plain", "model.vocab_size=50", "optim.groups.vector=3e-2"]
     config = load_config(options)
-    with pytest.raises(ConfigError, match=r"composed optim\.groups\.vector=0\.03: .*no such.*\n  Leave .*vector out"):
+    with pytest.raises(ConfigError, match=r"vector=0\.03, model\.name=composed: no such .*\n  Leave .*vector out"):
         lr_factors(build_model(config.model).parameter_groups(by_kind=True), config)
     config = load_config([*options, "model.bias=true"])
     assert lr_factors(build_model(config.model).parameter_groups(by_kind=True), config)
