@@ -1,10 +1,12 @@
 """Coordinate descent over an arm's keys at a budget: the learning rate, then each further key, then the rate again,
-until no key gains more than the noise between seeds, alone or with others, or the budget of runs is used up."""
+until no key gains more than the noise between seeds, alone, with others or at another rate, or the budget of runs is
+used up."""
 
 import math
 import statistics
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,17 @@ from ngpt_train.core.files import read_json, write_json
 from ngpt_train.core.recorded import COUNT, NUMBER, TEXT, all_checked
 from ngpt_train.study.definition import LR, Study
 from ngpt_train.study.rates import At, Lattice, first_rates, next_rates
-from ngpt_train.study.tuning import Trials, Values, best_values, changed, noise_between_seeds, sorted_values, without
+from ngpt_train.study.tuning import (
+    Trials,
+    Values,
+    best_values,
+    changed,
+    is_number,
+    noise_between_seeds,
+    place_of,
+    sorted_values,
+    without,
+)
 
 GAINED, WITHIN_NOISE, OUT_OF_RUNS = "gained", "within_noise", "out_of_runs"
 FILE = "descent.json"  # in the study's directory: the phases of all arms
@@ -56,6 +68,17 @@ class Phase:
     state: str
 
 
+@dataclass(frozen=True)
+class _Corner:
+    """A value and a rate beside those of the best point. Its loss is flat + bend * turn, with a bend of each key
+    that is 0 where the best rate does not move with the key."""
+
+    key: str
+    values: Values
+    flat: float
+    turn: float
+
+
 def write_phases(directory: Path, phases: Mapping[tuple[str, int], Sequence[Phase]]) -> None:
     """Writes descent.json, a list of the phases with their arms and budgets."""
     at = [({"arm": arm, "budget": budget}, phase) for (arm, budget), of in phases.items() for phase in of]
@@ -82,6 +105,16 @@ def descend(
     return [], descent.seen, descent.phases
 
 
+def _most_gain(of_key: Sequence[float], of_rate: Sequence[float]) -> float:
+    """The gain of a corner in the steepest convex valley, from the losses of steps to both sides less the start's: with
+    slopes s and curvatures c, |s_key| + |s_rate| - (sqrt(c_key) - sqrt(c_rate))². Infinite if a side is not known."""
+    if min(len(of_key), len(of_rate)) < 2:
+        return math.inf
+    slopes = [abs(below - above) / 2 for below, above in (of_key, of_rate)]
+    roots = [math.sqrt(max(0.0, below + above) / 2) for below, above in (of_key, of_rate)]
+    return sum(slopes) - (roots[0] - roots[1]) ** 2
+
+
 class _Descent:
     """Its methods yield runs, and go on once `seen` has their losses."""
 
@@ -99,6 +132,8 @@ class _Descent:
                 best = yield from self._key(best, key)
             if best == before:
                 best = yield from self._at_once(best)
+            if best == before:
+                best = yield from self._with_the_rate(best)
             if best == before:
                 return
             best = yield from self._rate(best)
@@ -163,6 +198,71 @@ class _Descent:
         state = GAINED if gain is not None and gain > (self._noise() or 0.0) else WITHIN_NOISE
         self._say(list(better), start, together, n_runs, state)
         return together if state == GAINED else start
+
+    def _with_the_rate(self, start: Values) -> Generator[list[At], None, Values]:
+        """Goes along a valley in which the best rate moves with a key, so that neither gains alone. The first seed runs
+        a corner of each key, which shows the key's bend, and another one where that promises a gain. It chooses the
+        best corner; the other seeds alone say what it gains."""
+        n_runs, (first, *others) = self._n_runs(), self._study.seeds
+        corners = [of_bend for key in self._grids for of_bend in self._corners(start, key)]
+        if not corners:
+            return start
+        tried = [min(of_bend, key=lambda corner: corner.flat) for of_bend in corners]
+        is_out = not (yield from self._made([(corner.values, first) for corner in tried]))
+        if not is_out:
+            for corner, of_bend in zip(list(tried), corners, strict=True):
+                bend = (self._of_first(corner.values) - corner.flat) / corner.turn
+                expected = {other: other.flat + bend * other.turn for other in of_bend if other != corner}
+                if expected and min(expected.values()) < self._of_first(start):
+                    tried.append(min(expected, key=lambda other: expected[other]))
+            is_out = not (yield from self._made([(corner.values, first) for corner in tried]))
+        best = min(tried, key=lambda corner: self._of_first(corner.values))
+        if not is_out and self._of_first(best.values) < self._of_first(start):
+            is_out = not (yield from self._made([(best.values, seed) for seed in others]))
+            gain, _ = self._gain(start, best.values, but=first)
+            if not is_out and gain is not None and gain > (self._noise() or 0.0):
+                self._say([best.key, LR], start, best.values, n_runs, GAINED, but=first)
+                return best.values
+        keys, end = (
+            [*dict.fromkeys(of_bend[0].key for of_bend in corners), LR],
+            best.values if best.values in self.seen else None,
+        )
+        self._say(keys, start, end, n_runs, OUT_OF_RUNS if is_out else WITHIN_NOISE, but=first)
+        return start
+
+    def _corners(self, start: Values, key: str) -> list[list[_Corner]]:
+        """The corners of a key by its bends: numbers have one, words and pairs each their own. None without a gain."""
+        at, place, lr = self._of_first(start), place_of(start, key), dict(start)[LR]
+        tried = [changed(start, key, value) for value in self._grids[key].beside(dict(start)[key])]
+        rates = self._neighbours(start, LR, self._line(start))
+        if not is_number(place):
+            bends = [[values] for values in tried if math.isfinite(self._of_first(values))]
+        else:
+            bends = [self._neighbours(start, key, tried)]
+            steps = [[self._of_first(values) - at for values in sides] for sides in (*bends, rates)]
+            if _most_gain(*steps) <= (self._noise() or 0.0):
+                return []
+
+        def corner(values: Values, of_rate: Values) -> _Corner:
+            rate, is_below = dict(of_rate)[LR], is_number(place) and place_of(values, key) < place
+            turn = math.log2(rate / lr) * (-1 if is_below else 1)
+            flat = self._of_first(values) + self._of_first(of_rate) - at
+            return _Corner(key, changed(values, LR, rate), flat, turn)
+
+        return [[corner(*pair) for pair in product(of_bend, rates)] for of_bend in bends if of_bend and rates]
+
+    def _neighbours(self, start: Values, key: str, tried: Iterable[Values]) -> list[Values]:
+        """Of the tried values with a finite loss the nearest numbers below and above the start's."""
+        at = place_of(start, key)
+        places = {place_of(values, key): values for values in tried if math.isfinite(self._of_first(values))}
+        numbers = sorted(place for place in places if is_number(place))
+        nearest = [place for place in numbers if place < at][-1:] + [place for place in numbers if place > at][:1]
+        return [places[place] for place in nearest]
+
+    def _of_first(self, values: Values) -> float:
+        """The loss of the first seed; infinite without one."""
+        loss = self.seen.get(values, {}).get(self._study.seeds[0], math.inf)
+        return loss if math.isfinite(loss) else math.inf
 
     def _made(self, batch: Sequence[At]) -> Generator[list[At], None, bool]:
         """Has the runs made; False if they are more than the budget of runs."""

@@ -86,11 +86,11 @@ def line_of(trials: Trials, key: str, best: Values | None) -> Line:
     runs: dict[Any, dict[int, float]] = {}
     for values, losses in trials.items():
         if others is None or without(values, key) == others:
-            runs.setdefault(_place(values, key), {}).update(losses)
-    return Line(runs, None if best is None else _place(best, key))
+            runs.setdefault(place_of(values, key), {}).update(losses)
+    return Line(runs, None if best is None else place_of(best, key))
 
 
-def _place(values: Values, key: str) -> Any:
+def place_of(values: Values, key: str) -> Any:
     """The key's value in the order of its line: a number also for null, where null stands for one."""
     of = dict(values)
     if of[key] is None and key.startswith(OF_THE_RATE):

@@ -127,6 +127,38 @@ def test_keys_that_gain_only_together(case: str) -> None:
     assert [phase.key for phase in after[:1]] == ([LR] if has_gained else [])
 
 
+@pytest.mark.parametrize("case", ["rate up", "rate down", "luck", "names", "out of runs"])
+def test_a_value_that_gains_only_at_another_rate(case: str) -> None:
+    """Caught: a valley across which neither the key nor the rate gains alone, on either of its sides; a valley that is
+    left after one step; a corner that only the seed which chose it found better; one of a key without such a valley; a
+    key without an order; runs beyond the budget."""
+    names = ((0.9, 0.95), (0.9, 0.99), (0.5, 0.95))
+    of = descent(tune={LR: 2.0, CLIP: names if case == "names" else 2.0, EPS: 2.0})
+    side = -1 if case == "rate down" else 1
+
+    def loss(x: dict[str, float], point: Point) -> float:
+        value = x[CLIP] if CLIP in x else float(names.index(dict(point.values)[CLIP]) == 2)  # type: ignore[arg-type]
+        worth = 0.02 * (value - 2) ** 2
+        if case == "luck":
+            value, worth = value * (point.seed == 0), worth if point.seed == 0 else 0.08 + 0.1 * value**2
+        return 3 + 0.1 * (x[LR] - side * value) ** 2 + worth + 0.05 * x[EPS] ** 2 + 0.001 * point.seed
+
+    limit = sum(phase.runs for phase in run(of, loss)[1]["gpt", 1000][:3]) if case == "out of runs" else None
+    results, found = run(replace(of, descent_runs=limit), loss)
+    first = next(phase for phase in found["gpt", 1000] if phase.key.endswith(f", {LR}"))
+    has_gained = case not in ("luck", "out of runs")
+    assert first.state == (GAINED if has_gained else OUT_OF_RUNS if case == "out of runs" else WITHIN_NOISE)
+    at = {"names": (names[2], 2 * START), "rate down": (4.0, START / 4), "rate up": (4.0, 4 * START)}
+    best = best_of(results)
+    assert (best[CLIP], best[LR]) == at.get(case, (1.0, START))
+    if has_gained:
+        assert first.key == f"{CLIP}, {LR}"
+        assert first.start == [names[0] if case == "names" else 1.0, START]
+        assert first.end == [names[2] if case == "names" else 2.0, START * 2.0**side]
+        assert first.n_seeds == 2, "the first seed chose it"
+    assert EPS not in first.key, "no valley could gain there"
+
+
 def test_failures_and_edges() -> None:
     """Caught: a descent that never ends where a key's best is beyond its values; values that diverge or run out of
     memory, and are taken; a start that fails."""
@@ -180,7 +212,8 @@ def test_lists_arms_of_their_own_and_the_budget_of_the_descent() -> None:
         point.values for point in results if point.budget != 2000 and dict(point.values)["optim.betas"] == (0.8, 0.95)
     }
     assert set(found) == {("gpt", 2000), ("ngpt", 2000)}
-    assert [phase.key for phase in found["gpt", 2000]] == [LR, "optim.betas", LR, "optim.betas"]
+    betas = "optim.betas"
+    assert [phase.key for phase in found["gpt", 2000]] == [LR, betas, LR, betas, f"{betas}, {LR}"]
 
 
 @pytest.mark.parametrize("number", range(12))

@@ -3,6 +3,7 @@
 from ngpt_train.report.rounded import interval, number, si
 from ngpt_train.study.compare.output.tables import ARM, CODE, NUMBER, TEXT, Table
 from ngpt_train.study.compare.output.wording import Report, short
+from ngpt_train.study.definition import LR
 
 STATES = {"gained": "gained", "within_noise": "not more than the noise", "out_of_runs": "out of runs"}
 
@@ -22,8 +23,11 @@ def descents(report: Report) -> list[Table]:
         "gains more than the noise. Gain: the mean over the shared seeds by which the end loss fell from the first "
         "value to the last. Where nothing was gained, To is the best value tried beside it."
     )
-    if any(", " in x["key"] for x in report.get("descent", ())):
+    several = {x["key"].split(", ")[-1] == LR for x in report.get("descent", ()) if ", " in x["key"]}
+    if False in several:
         note += " Several keys: all values at once that alone were better by less than the noise."
+    if True in several:
+        note += " With the learning rate: a value and a rate beside the best ones together."
     return [Table("descent", "What each key gained", columns, rows, note)] if rows else []
 
 
