@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ngpt_train.config.schema import Config
-from ngpt_train.config.sections.data import SourceConfig, mixture_of
+from ngpt_train.config.sections.data import sources_of
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.dataset import Dataset, Tokens
 from ngpt_train.data.mixed import Mixed
@@ -72,9 +72,7 @@ def epoch_rows(data: Dataset, config: Config) -> dict[str, EpochRows]:
 def planned_rows(config: Config) -> dict[str, EpochRows | None]:
     """`epoch_rows` from file sizes alone, without a network and before the text is opened; None if unknown. Exact only
     for prepared tokens with `data.pack=concat`. `model.vocab_size` has to be a number."""
-    is_mixture = config.data.kind == "mixture"
-    sources = mixture_of(config.data) if is_mixture else [SourceConfig("", 1.0, config.data)]
-    return {source.name: _planned(replace(config, data=source.data), source.share) for source in sources}
+    return {name: _planned(replace(config, data=data), share) for name, share, data in sources_of(config.data)}
 
 
 def _planned(config: Config, share: float) -> EpochRows | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from ngpt_train.config.schema import Config
-from ngpt_train.config.sections.data import SourceConfig, mixture_of
+from ngpt_train.config.sections.data import SourceConfig, sources_of
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.cache_files import canonical_hash
 from ngpt_train.data.dataset import Dataset, OnMain, Tokens
@@ -137,7 +137,7 @@ def open_mixture(config: Config, tokenizer: Tokenizer | None, on_main: OnMain) -
     file is trained on all sources."""
     from ngpt_train.data import open_dataset  # it imports this module
 
-    sources = mixture_of(config.data)
+    sources = sources_of(config.data)
     opened: dict[str, Dataset] = {}
     if tokenizer is None and config.tokenizer.from_text and all(source.data.kind != "tokens" for source in sources):
         tokenizer = on_main(lambda: load_tokenizer(config.tokenizer, corpus=_mixed_corpus(config, sources)))

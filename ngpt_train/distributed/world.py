@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ngpt_train.config.schema import Config
-from ngpt_train.config.sections.data import mixture_of
+from ngpt_train.config.sections.data import sources_of
 from ngpt_train.core.errors import ConfigError, told_by_rank_0
 from ngpt_train.core.launcher import check_address
 
@@ -320,8 +320,7 @@ def collective_timeout(config: Config) -> float:
     """The time limit of a collective in seconds: parallel.timeout, and data.fetch_minutes more if shards of the hub are
     fetched during training: the first collective of a step waits for a rank with a late shard."""
     data = config.data
-    sources = [source.data for source in mixture_of(data)] if data.kind == "mixture" else [data]
-    fetches = data.streamed and any(source.on_hub for source in sources)
+    fetches = data.streamed and any(source.data.on_hub for source in sources_of(data))
     return config.parallel.timeout + (60 * data.fetch_minutes if fetches else 0)
 
 

@@ -14,7 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from ngpt_train.config.schema import Config, build, schema_keys
-from ngpt_train.config.sections.data import mixture_of
+from ngpt_train.config.sections.data import sources_of
 from ngpt_train.config.stored import to_dict
 from ngpt_train.config.validate import Key, flatten, show
 from ngpt_train.core.errors import DataError
@@ -119,7 +119,7 @@ def is_text_of(own: Config, stored: Config) -> bool:
 def names_of(config: Config) -> dict[str, list[str]]:
     """The absolute paths, and the data sets of the hub, for each key with the rule NAMED or PLACE."""
     data = config.data
-    parts = [source.data for source in mixture_of(data)] if data.kind == "mixture" else []
+    parts = [source.data for source in sources_of(data) if source.name]
     return {
         "run.init_from": _paths(config.run.init_from),
         "data.path": _paths(data.path),

@@ -88,7 +88,7 @@ def cost_of_phases(study: Study, runs: Runs, near: Results) -> str:
     budget = study.search_order[0]
     found = phases(study, runs.start, runs.grids, near)
     at_first = {arm: of for (arm, at), of in found.items() if at == budget}
-    lines = [f"  {arm}: {', '.join(f'{phase.key} {phase.runs}' for phase in of)}" for arm, of in at_first.items()]
+    lines = [f"  {arm}: {'; '.join(f'{phase.key} {phase.runs}' for phase in of)}" for arm, of in at_first.items()]
     where = "" if study.descent_budget else ", and likewise at the others"
     first = f"Runs of each phase at {format_count(budget)} tokens{where}, if no key gains. A key that gains takes "
     first += "more of its values and seeds, and another cycle through rate and keys"

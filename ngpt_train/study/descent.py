@@ -213,7 +213,7 @@ class _Descent:
             for corner, of_bend in zip(list(tried), corners, strict=True):
                 bend = (self._of_first(corner.values) - corner.flat) / corner.turn
                 expected = {other: other.flat + bend * other.turn for other in of_bend if other != corner}
-                if expected and min(expected.values()) < self._of_first(start):
+                if expected and min(expected.values()) < self._of_first(start) + 2 * (self._noise() or 0.0):
                     tried.append(min(expected, key=lambda other: expected[other]))
             is_out = not (yield from self._made([(corner.values, first) for corner in tried]))
         best = min(tried, key=lambda corner: self._of_first(corner.values))
@@ -223,10 +223,8 @@ class _Descent:
             if not is_out and gain is not None and gain > (self._noise() or 0.0):
                 self._say([best.key, LR], start, best.values, n_runs, GAINED, but=first)
                 return best.values
-        keys, end = (
-            [*dict.fromkeys(of_bend[0].key for of_bend in corners), LR],
-            best.values if best.values in self.seen else None,
-        )
+        keys = [*dict.fromkeys(of_bend[0].key for of_bend in corners), LR]
+        end = best.values if best.values in self.seen else None
         self._say(keys, start, end, n_runs, OUT_OF_RUNS if is_out else WITHIN_NOISE, but=first)
         return start
 

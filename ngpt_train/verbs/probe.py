@@ -16,7 +16,7 @@ from ngpt_train.analysis.probe_page import class_rows, html, sign
 from ngpt_train.analysis.run_contents import names_of
 from ngpt_train.config.places import make_directory
 from ngpt_train.config.schema import Config
-from ngpt_train.config.sections.data import mixture_of
+from ngpt_train.config.sections.data import sources_of
 from ngpt_train.config.validate import mistake
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_atomically
@@ -131,7 +131,7 @@ def _classes(
         token_classes.of_type(tokens, targets, pieces, dataset.tokenizer.eos),
     ]
     if config.data.kind == "mixture":
-        names = [source.name for source in mixture_of(config.data)]
+        names = [source.name for source in sources_of(config.data)]
         found.append(token_classes.of_source(dataset.validation, names, config, validation.numbers))
     return found
 

@@ -171,7 +171,7 @@ class DataConfig:
 
     def conflicts(self, model: ModelConfig, tokenizer: TokenizerConfig) -> Iterator[Conflict]:
         """Keys that exclude each other. Raises ConfigError for a faulty mixture."""
-        texts = self.kind == "mixture" and all(source.data.kind != "tokens" for source in mixture_of(self))
+        texts = self.kind == "mixture" and all(source.data.kind != "tokens" for source in sources_of(self))
         if tokenizer.kind == "words" and tokenizer.from_text and texts:
             fix = "Name a vocabulary with tokenizer.path=FILE, or choose another tokenizer"
             yield "tokenizer.kind data.kind", "the words of a mixture are not counted", fix
@@ -283,15 +283,17 @@ class DataConfig:
 
 
 class SourceConfig(NamedTuple):
-    """A source of a mixture: its name, its share of all rows, and where its rows come from."""
+    """A source of rows: its name in a mixture, its share of all rows, and where its rows come from."""
 
     name: str
     share: float
     data: DataConfig
 
 
-def mixture_of(data: DataConfig) -> list[SourceConfig]:
-    """The sources of `data.mixture`, their shares adding up to 1. Raises ConfigError."""
+def sources_of(data: DataConfig) -> list[SourceConfig]:
+    """The sources of `data.mixture`, their shares adding up to 1; else `data`, without a name. Raises ConfigError."""
+    if data.kind != "mixture":
+        return [SourceConfig("", 1.0, data)]
     lines = [line.strip() for line in re.split(r"[;\n]", data.mixture or "") if line.strip()]
     if len(lines) < 2:
         raise ConfigError(f"data.mixture={data.mixture or 'null'}: a mixture has two sources or more\n  {_FORM}")
@@ -310,9 +312,7 @@ def is_commit(revision: str) -> bool:
 
 def commits_of(data: DataConfig) -> dict[str, str | None]:
     """The revision of each data set of the hub, by the name of its source; without a mixture that name is empty."""
-    if data.kind == "mixture":
-        return {source.name: source.data.revision for source in mixture_of(data)}
-    return {"": data.revision}
+    return {source.name: source.data.revision for source in sources_of(data)}
 
 
 def with_commits(data: DataConfig, commits: Mapping[str, str | None]) -> DataConfig:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config, DataConfig
-from ngpt_train.config.sections.data import mixture_of
+from ngpt_train.config.sections.data import sources_of
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data import open_dataset
 from ngpt_train.data.dataset import Tokens
@@ -33,7 +33,7 @@ def look(config: Config, report: Report) -> None:
     """Looks at each source of text, then at the tokenizer, on the first rank of each host. Prepares nothing."""
     logging.disable(logging.WARNING)  # the hub's client logs each attempt
     vocabulary: dict[str, Any] = {}
-    for name, data in sources(config):
+    for name, _, data in sources_of(config.data):
         report(begun=name or data.kind)
         found: dict[str, Any] = {}
         try:
@@ -68,13 +68,6 @@ def look(config: Config, report: Report) -> None:
             report(tokenizer={"name": tokenizer.name, "size": tokenizer.vocab_size})
         except (ConfigError, DataError) as error:
             report(tokenizer_refused=(str(error), error.exit_code))
-
-
-def sources(config: Config) -> list[tuple[str, DataConfig]]:
-    """The sources of a mixture with their names; else data.* with an empty name."""
-    if config.data.kind == "mixture":
-        return [(source.name, source.data) for source in mixture_of(config.data)]
-    return [("", config.data)]
 
 
 def _size(data: DataConfig) -> int:
@@ -120,7 +113,7 @@ def _read_first(source: Source, file: Path) -> None:
 def judge(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
     """Each source, the initial checkpoint and the tokenizer."""
     yield from of_each(answers, lambda answer: _data(config, answer))
-    for name, _ in sources(config):
+    for name, *_ in sources_of(config.data):
         identity = f"{_named(name)}: the identity of its files"
         there = [answer for answer in answers if "identity" in answer.facts.get(f"source {name}", {})]
         having = [Answer(answer.place, {identity: answer.facts[f"source {name}"]["identity"]}) for answer in there]
@@ -135,7 +128,7 @@ def _named(name: str) -> str:
 
 def _data(config: Config, answer: Answer) -> Iterator[Finding]:
     facts = answer.facts
-    for name, data in sources(config):
+    for name, _, data in sources_of(config.data):
         found = facts.get(f"source {name}")
         where = f"data={data.kind}" if not name else _named(name)
         if found is None:

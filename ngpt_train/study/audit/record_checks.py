@@ -9,7 +9,7 @@ from typing import Any
 
 from ngpt_train.config.keys import TABLES
 from ngpt_train.config.schema import Config
-from ngpt_train.config.sections.data import mixture_of
+from ngpt_train.config.sections.data import sources_of
 from ngpt_train.config.stored import read_yaml, to_dict, what_differs
 from ngpt_train.config.validate import flatten, show
 from ngpt_train.core.errors import DataError
@@ -113,8 +113,7 @@ def _sums(run: Run, config: Config) -> Iterator[Finding]:
 
 def _repeated_targets(config: Config) -> int:
     """Targets of an epoch that do not count: the last row of prepared text repeats some of the row before it."""
-    sources = [source.data for source in mixture_of(config.data)] if config.data.kind == "mixture" else [config.data]
-    return sum(not source.streamed for source in sources) * (config.model.context - 1)
+    return sum(not source.data.streamed for source in sources_of(config.data)) * (config.model.context - 1)
 
 
 def _schedule(run: Run, config: Config, begun: int, tolerance: float) -> Iterator[Finding]:

@@ -59,6 +59,7 @@ class Case:
     # to the best one, each of baseline and arm. Without a price there is no such key.
     key_price: tuple[float, float] = (0.0, 0.0)
     key_best: tuple[float, float] = (0.0, 0.0)
+    valley: float = 0.0  # octaves by which an octave of the arm's key moves its best rate
 
     @property
     def budgets(self) -> tuple[int, ...]:
@@ -78,14 +79,15 @@ class Case:
     def _arm(self, side: int, rng: np.random.Generator) -> Arm:
         def loss(point: Point) -> float | None:
             k = self.budgets.index(point.budget)
-            off = octaves(point) - self.best[side] - self.drift[side] * k
+            of_key = math.log2(dict(point.values).get(KEY, 1.0))
+            off = octaves(point) - self.best[side] - self.drift[side] * k - side * self.valley * of_key
             if side and self.diverges and point.seed == 2 and off > -0.2:
                 return None
             sigma = self.sigma[k] if isinstance(self.sigma, tuple) else self.sigma
             of_run = rng.normal() if self.tails == math.inf else rng.standard_t(self.tails)
             of_run *= 1 if self.tails == math.inf else math.sqrt((self.tails - 2) / self.tails)
-            of_key = self.key_price[side] * (math.log2(dict(point.values).get(KEY, 1.0)) - self.key_best[side]) ** 2
-            return self.loss(side, k) + self.price[side] * off**2 + of_key + sigma * of_run
+            lost = self.price[side] * off**2 + self.key_price[side] * (of_key - self.key_best[side]) ** 2
+            return self.loss(side, k) + lost + sigma * of_run
 
         of = self._study(side)
         results, _ = search(of, loss)

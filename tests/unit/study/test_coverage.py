@@ -22,6 +22,9 @@ CASES = {
     "plateau": Case(curve=plateau_first, ratio=1.25, **FIXED),  # ratio 0.46
     "long plateau": Case(curve=plateau_first, ratio=1.7, sigma=0.01, **FIXED),  # ratio 0.01
     "a key off": Case(key_price=(0.0, 0.1), key_best=(0.0, 0.5), sigma=0.01, n_budgets=1),  # 0.62, "worse" in 31 %
+    "a valley": Case(
+        key_price=(0.0, 0.04), key_best=(0.0, 1.0), valley=1.0, sigma=0.01, n_budgets=1
+    ),  # 0.56, "worse" in 40 %
     "faster and faster": Case(curve=faster_and_faster, ratio=1.25, **FIXED),
 }
 # These held before.
