@@ -15,7 +15,7 @@ import numpy as np
 
 from ngpt_train.study.compare.intervals import difference_at
 from ngpt_train.study.compare.noise import Noise, Pair
-from ngpt_train.study.compare.trials import Arm, crossed, price_at
+from ngpt_train.study.compare.trials import UNTUNED, Arm, crossed, price_at
 
 
 def interactions(
@@ -39,7 +39,7 @@ def interactions(
             found = difference_at(pair, noise, at, confidence)
             states = {x.name: x.state(budget) for x in four}
             mixed = {"not tried", "bracketed"} <= set(states.values())
-            untuned = [x for x, state in states.items() if state == "edge" or (mixed and state == "not tried")]
+            untuned = [x for x, state in states.items() if state in UNTUNED or (mixed and state == "not tried")]
             ends = {"estimate": found.estimate, "low": found.low, "high": found.high, "confidence": confidence}
             counts = {"n_seeds": found.n_seeds, "n_rows": found.n_rows}
             judged = {"resolved": found.is_resolved and not untuned, "untuned": untuned}

@@ -47,6 +47,9 @@ class Divergence:
     price: tuple[float, float]  # nats by which the others end lower; how much more that may be
 
 
+UNTUNED = ("edge", "elsewhere")  # states of an arm
+
+
 @dataclass
 class Arm:
     """The trials of an arm, and its tuning."""
@@ -78,10 +81,13 @@ class Arm:
         return {t.seed: t for t in self.trials if t.budget == budget and t.values == best and t.loss is not None}
 
     def state(self, budget: int | None) -> str:
-        """edge: the best value of a tuned key is at an edge of the tried values; bracketed: none is; not tried: each
-        key has a single value."""
-        states = [tuning.state for (at, _), tuning in self.tunings.items() if at == budget]
-        return next((state for state in ("edge", "bracketed") if state in states), "not tried")
+        """edge: the best value of a tuned key is at an edge of the tried values; elsewhere: a key was tuned at other
+        budgets alone; bracketed: neither; not tried: each key has a single value."""
+        states = {key: tuning.state for (at, key), tuning in self.tunings.items() if at == budget}
+        tuned = {key for (_, key), tuning in self.tunings.items() if tuning.state != "not tried"}
+        if "edge" not in states.values() and any(states[key] == "not tried" for key in tuned & states.keys()):
+            return "elsewhere"
+        return next((state for state in ("edge", "bracketed") if state in states.values()), "not tried")
 
 
 def unfinished(run: Run) -> str | None:

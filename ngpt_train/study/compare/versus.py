@@ -13,7 +13,7 @@ from ngpt_train.study.compare.noise import Noise, Pair
 from ngpt_train.study.compare.phrases import BY_OWN_CLOCKS, MEASURED, OWN, OWN_NOISE
 from ngpt_train.study.compare.runs import Arms
 from ngpt_train.study.compare.step_times import Costs, Times, costs_between, in_units
-from ngpt_train.study.compare.trials import Arm, pair_of
+from ngpt_train.study.compare.trials import UNTUNED, Arm, pair_of
 
 ONE_SEED = "one seed: the interval is without the noise between seeds"
 
@@ -48,7 +48,7 @@ def versus(arm: Arm, baseline: Arm, runs: Arms, metric: str, confidence: float, 
         result["differences"].append({**names, "budget": budget, **entry})
         ratios = {"annealed": annealed[at]}
         ratios |= {"within_schedule": of_schedule[budget]} if budget in of_schedule else {}
-        untuned = [f"{x.name} is untuned at this budget" for x in (arm, baseline) if x.state(budget) == "edge"]
+        untuned = [f"{x.name} is untuned at this budget" for x in (arm, baseline) if x.state(budget) in UNTUNED]
         counted.append(Ratio(None, None, None) if untuned else annealed[at])
         for how, ratio in ratios.items():
             alone = found[at].n_seeds == 1 and how == "annealed" and ratio.low is not None
@@ -105,11 +105,11 @@ def _within_schedule(arm: Arm, baseline: Arm, metric: str, confidence: float) ->
 def verdict(arm: str, baseline: str, found: Difference | None, at_compared: Difference | None = None) -> str:
     """The verdict at equal tokens, from the largest budget of both arms. arm, baseline: their states.
 
-    untuned: the best value of one is at the edge of the tried values, or only one of the two was tuned. divergence: a
-    difference is resolved, but values at which a seed diverges may be its only reason. at_compared: the difference as
+    untuned: the best value of one is at the edge of the tried values, one has a key that was tuned at another budget
+    alone, or only one of the two was tuned. divergence: a difference is resolved, but values at which a seed diverges may be its only reason. at_compared: the difference as
     if there were none."""
     states = {arm, baseline}
-    if "edge" in states or len(states) > 1:
+    if states & {*UNTUNED} or len(states) > 1:
         return "untuned"
     if found is None or not found.is_resolved:
         return "divergence" if at_compared is not None and at_compared.is_resolved else "not_resolved"
@@ -132,7 +132,11 @@ def why(word: str, arm: Arm, baseline: Arm, budget: int, found: Difference) -> s
     """The reason for the verdict, a sentence."""
     start = f"{arm.name} against {baseline.name}: {word.replace('_', ' ')} at {budget:,} tokens"
     if word == "untuned":
-        tuned = {"edge": "not tuned to an optimum inside its grid", "not tried": "not tuned"}
+        tuned = {
+            "edge": "not tuned to an optimum inside its grid",
+            "elsewhere": "tuned in some keys at another budget alone",
+            "not tried": "not tuned",
+        }
         states = [f"{x.name} is {tuned.get(x.state(budget), 'tuned')}" for x in (arm, baseline)]
         return f"{start}, because {' and '.join(states)}."
     if word == "divergence":

@@ -301,7 +301,7 @@ def test_from_the_definition_to_the_report(tmp_path: Path) -> None:
         for arm in ("gpt", "ngpt")
         for of_key in (("schedule.warmup_steps", 1, 0.1), ("optim.betas", [0.9, 0.99], 0.2))
     ]
-    assert report["arms"]["gpt"]["tuned"]
+    assert (report["arms"]["gpt"]["state"], report["verdicts"]["ngpt"]) == ("elsewhere", "untuned")
     assert report["tuning_of_keys"]["ngpt"]["tuned_elsewhere"] == {
         "schedule.warmup_steps": 5120,
         "optim.betas": 5120,
@@ -315,5 +315,5 @@ def test_from_the_definition_to_the_report(tmp_path: Path) -> None:
         said = "both tuned for optim.lr, optim.betas, schedule.warmup_steps; ngpt alone for model.s_z.scale."
         assert f"ngpt and gpt were {said}" in text.replace("\\", "")
     given.descent.append({"arm": "gpt", "budget": 25600, "key": "optim.betas", "state": OUT_OF_RUNS})
-    states = {name: arm["tuned"] for name, arm in make_report(given, found, tuned, {}, [])["arms"].items()}
-    assert states == {"gpt": False, "ngpt": True}, "no run was left to try a key"
+    states = {name: arm["state"] for name, arm in make_report(given, found, tuned, {}, [])["arms"].items()}
+    assert states == {"gpt": "edge", "ngpt": "elsewhere"}, "no run was left to try a key"
