@@ -14,8 +14,8 @@ def layer_of(name: str) -> str | None:
     return f"{found[1]}.{found[2]}" if found else None
 
 
-def changes(before: Weights, after: Weights, gradients: Weights, sphere: bool) -> dict[str, float]:
-    """Norms of gradients, weights and updates; on the sphere the angles too."""
+def changes(before: Weights, after: Weights, gradients: Weights) -> dict[str, float]:
+    """Norms of gradients, weights and updates, and the angles that rows of matrices turn."""
     found: dict[str, float] = {}
     groups = {name: [name] for name in before}
     for name in before:
@@ -32,7 +32,7 @@ def changes(before: Weights, after: Weights, gradients: Weights, sphere: bool) -
         found[f"update_ratio/{group}"] = float((new - old).square().sum().sqrt()) / length if length else math.nan
     for group, names in groups.items():
         rows = [angle(before[name].double(), after[name].double()) for name in names if before[name].ndim == 2]
-        if sphere and rows:
+        if rows:
             angles = torch.cat(rows)
             found[f"angle_mean/{group}"], found[f"angle_max/{group}"] = float(angles.mean()), float(angles.max())
     return found

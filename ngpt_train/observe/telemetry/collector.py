@@ -23,8 +23,7 @@ class Telemetry(Observer):
         model, world = state.model, state.world
         self._scores = AttentionScores(model, world.device)
         self._running = RunningStatistics(model, world.size, world.device)
-        turns = model.on_sphere or state.config.optim.matrix_step is not None
-        self._weights = WeightChanges(model, world.is_main, world.device, turns)
+        self._weights = WeightChanges(model, world.is_main, world.device)
         vectors = Vectors(model, world.is_main, world.device)
         self._parts: tuple[Part, ...] = (self._weights, vectors, self._running, self._scores)
         self._lengths: list[tuple[int, int]] = []  # of the numbers of each part

@@ -35,8 +35,7 @@ class WeightChanges:
     that all ranks hold whole.
     """
 
-    def __init__(self, model: Decoder, is_main: bool, device: torch.device, turns: bool) -> None:
-        """turns: whether angles of rows say what a step does."""
+    def __init__(self, model: Decoder, is_main: bool, device: torch.device) -> None:
         self.device = device
         self.parameters: list[Tensor] = []
         self.weights: list[Weight] = []
@@ -50,7 +49,7 @@ class WeightChanges:
                 self.weights.append(Weight(canonical(path), index, slice(low, high), n_rows, parameter.ndim == 2))
                 adds.append(1 / replicas(parameter) if is_sharded(parameter) else float(is_main))
                 start += n_rows
-        self.turning = [weight for weight in self.weights if weight.is_matrix and turns]
+        self.turning = [weight for weight in self.weights if weight.is_matrix]
         self.adds = torch.tensor(adds, dtype=torch.float64, device=device)
         turning = [add for add, weight in zip(adds, self.weights, strict=True) if weight in self.turning]
         self.adds_angle = torch.tensor(turning, dtype=torch.float64, device=device)
@@ -118,8 +117,6 @@ class WeightChanges:
         The chord between their directions is |u/|u| - v/|v||, and chord^2 = (|u - v|^2 - (|u| - |v|)^2) / (|u| |v|).
         This form is exact for small angles, because u - v is exact, and holds for rows of any length.
         """
-        if not self.turning:
-            return []
         u, v, u_minus_v = (torch.cat(x) for x in (self._lengths, self._row_lengths(after), self._row_lengths(moved)))
         chord = ((u_minus_v.square() - (u - v).square()) / (u * v).clamp(min=SHORTEST)).clamp(0, 4).sqrt()
         angles = iter((2 * (chord / 2).asin()).split([len(lengths) for lengths in self._lengths]))

@@ -106,8 +106,8 @@ def verdict(arm: str, baseline: str, found: Difference | None, at_compared: Diff
     """The verdict at equal tokens, from the largest budget of both arms. arm, baseline: their states.
 
     untuned: the best value of one is at the edge of the tried values, one has a key that was tuned at another budget
-    alone, or only one of the two was tuned. divergence: a difference is resolved, but values at which a seed diverges may be its only reason. at_compared: the difference as
-    if there were none."""
+    alone, or only one of the two was tuned. divergence: a difference is resolved, but values at which a seed diverges
+    may be its only reason. at_compared: the difference as if there were none."""
     states = {arm, baseline}
     if states & {*UNTUNED} or len(states) > 1:
         return "untuned"

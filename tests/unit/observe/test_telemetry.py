@@ -96,13 +96,11 @@ CHANGES = ("grad_l1", "grad_l2", "weight_l2", "update_ratio", "angle_mean", "ang
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_weights_and_updates(name: str) -> None:
     """Caught: fused matrices as one, a square or a root too many, gradients that are clipped or of a micro batch,
-    weights of before the step, a layer that lacks a weight, angles of other models than those on the sphere."""
+    weights of before the step, a layer that lacks a weight, a model without angles, or with those of vectors."""
     state, witness, record = observed(name, 3)
-    sphere = ARCHITECTURES[name].on_sphere
     after = export_weights(state.model)
-    expected = reference.changes(witness.weights, after, witness.gradients, sphere)
+    expected = reference.changes(witness.weights, after, witness.gradients)
     same(chosen(record, *CHANGES), expected, ROUNDING)
-    assert any(key.startswith("angle_max") for key in record) == sphere
     assert {"grad_l2/layers.0.wq", "grad_l2/layers.1", "grad_l2/embedding"} <= record.keys()
     assert record["kind"] == "telemetry"
     assert (record["step"], record["tokens"]) == (3, int(state.tokens))
@@ -110,9 +108,8 @@ def test_gradients_weights_and_updates(name: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamh"])
 def test_angles_with_a_matrix_optimizer(optimizer: str) -> None:
-    """Of free rows too, whose directions the optimizer turns."""
     state, witness, record = observed("gpt", 3, f"optim.name={optimizer}")
-    expected = reference.changes(witness.weights, export_weights(state.model), witness.gradients, True)
+    expected = reference.changes(witness.weights, export_weights(state.model), witness.gradients)
     same(chosen(record, *CHANGES), expected, ROUNDING)
     assert record["angle_mean/layers.0.wo"] > 0
 
@@ -128,7 +125,7 @@ def test_gradients_are_those_of_autograd_in_fp64(name: str) -> None:
         loss, n_tokens = model.loss(*micro_batch)
         total, n = total + loss, n + int(n_tokens)
     (total / n).backward()
-    expected = reference.changes(witness.weights, witness.weights, export_gradients(model), False)
+    expected = reference.changes(witness.weights, witness.weights, export_gradients(model))
     assert math.sqrt(sum(record[f"grad_l2/{key}"] ** 2 for key in witness.weights)) > RECIPE.clip_norm
     # fp32 against fp64: a small gradient is a sum of terms that cancel, so that norms agree to fewer digits.
     for key in [key for key in expected if key.startswith("grad")]:
@@ -152,17 +149,16 @@ def test_gradients_in_fp16_are_without_the_loss_scale() -> None:
     [("parametrization", RECIPE.lr, 1e-6), ("none", RECIPE.lr, 1e-6), ("parametrization", 1e-6, 1e-3)],
 )
 def test_angles_without_the_projection(constraint: str, lr: float, rel: float) -> None:
-    """Rows of any length turn as their directions do; without a sphere there are none. Caught: rows taken for unit; an
-    angle by arccos, which of fp32 knows none below 3e-4."""
-    state, is_sphere = state_of("ngpt", f"model.constraint={constraint}", lr=lr), constraint == "parametrization"
+    """Rows of any length turn as their directions do. Caught: rows taken for unit; an angle by arccos, which of fp32
+    knows none below 3e-4."""
+    state = state_of("ngpt", f"model.constraint={constraint}", lr=lr)
     with torch.no_grad():
         for parameter in state.model.parameters():
             parameter.mul_(torch.rand(len(parameter), *[1] * (parameter.ndim - 1)) + 0.5)
     witness, record = seen(state, "ngpt")
-    expected = reference.changes(witness.weights, export_weights(state.model), witness.gradients, is_sphere)
+    expected = reference.changes(witness.weights, export_weights(state.model), witness.gradients)
     same(chosen(record, "angle_mean", "angle_max"), {k: v for k, v in expected.items() if "angle" in k}, rel)
-    assert ("angle_max/embedding" in record) == is_sphere
-    assert not is_sphere or (record["angle_max/layers.0.wq"] < 1e-4) == (lr == 1e-6)
+    assert (record["angle_max/layers.0.wq"] < 1e-4) == (lr == 1e-6)
 
 
 @pytest.mark.parametrize("options", [[], ["model.alpha_sign=free"], ["model.alpha_attn.kind=scalar"]])
