@@ -1,5 +1,6 @@
 """Times the optimizer steps of GPT and of the config's model (or nGPT), in turn in one process, on random tokens.
-With a matrix optimizer, such as optim.name=muon, these are the config's model with AdamW and with that optimizer.
+With a matrix optimizer, such as optim.name=muon, these are the config's model with AdamW and with that optimizer; with
+optim.gate_power or optim.angle_cap without them and with them.
 
     python -m benchmarks.step [GROUP=OPTION ...] [KEY=VALUE ...] [--out FILE]
 
@@ -48,9 +49,15 @@ def bench(overrides: Sequence[str]) -> Iterator[Entry]:
 def configs(overrides: Sequence[str]) -> dict[str, Config]:
     """The two, by a name."""
     config = load_config(overrides, world_size=1)
-    if config.optim.matrix_step is not None:
-        of_adam = replace(config, optim=replace(config.optim, name="adamw"))
-        return {f"{config.model.name} adamw": of_adam, f"{config.model.name} {config.optim.name}": config}
+    optim = config.optim
+    plain = replace(optim, name="adamw" if optim.matrix_step else optim.name, gate_power=None, angle_cap=None)
+    if plain != optim:
+        switches = {"gate": optim.gate_power, "cap": optim.angle_cap}
+        said = " ".join([optim.name, *(name for name, value in switches.items() if value is not None)])
+        return {
+            f"{config.model.name} {plain.name}": replace(config, optim=plain),
+            f"{config.model.name} {said}": config,
+        }
     others = [override for override in overrides if not override.startswith("model=")]
     names = ("gpt", config.model.name if config.model.name != "gpt" else "ngpt")
     return {name: load_config([*others, f"model={name}"], world_size=1) for name in names}

@@ -93,6 +93,8 @@ def cost_of_phases(study: Study, runs: Runs, near: Results) -> str:
     first = f"Runs of each phase at {format_count(budget)} tokens{where}, if no key gains. A key that gains takes "
     first += "more of its values and seeds, and another cycle through rate and keys"
     first += f", up to {study.descent_runs} runs of an arm." if study.descent_runs else "."
+    if study.descent_budget and study.descent_budget < (largest := max(study.budgets)):
+        first += f" At other budgets these keys are not tuned, so the verdict at {format_count(largest)} is `untuned`."
     return "\n".join([first, *lines]) if lines else ""
 
 

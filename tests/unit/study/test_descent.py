@@ -267,7 +267,9 @@ def test_from_the_definition_to_the_report(tmp_path: Path) -> None:
     runs.check()
     assert runs.grids("gpt", 5120)["schedule.warmup_steps"] == Grid((2, 1, 4, 8), outward=True)
     assert list(runs.grids("ngpt", 5120)) == ["schedule.warmup_steps", "optim.betas", "model.s_z.scale"]
-    assert "  ngpt: optim.lr " in cost_of_phases(of, runs, rehearsal(of, runs))
+    phases_said = cost_of_phases(of, runs, rehearsal(of, runs))
+    assert "  ngpt: optim.lr " in phases_said
+    assert "the verdict at 25.6k is `untuned`" in phases_said
     write_study(of)
     assert read_stored(of.path) == of
     for _ in range(2):  # the second start finds all runs
