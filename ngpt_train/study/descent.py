@@ -91,6 +91,17 @@ def read_phases(directory: Path) -> list[dict[str, Any]]:
     return all_checked(read_json(path), _FIELDS | {"state": TEXT}, str(path), ("arm", "key")) if path.exists() else []
 
 
+def ends_of(phases: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """By budget, the values of further keys at which an arm's descent has ended. phases: as in descent.json."""
+    found: dict[int, dict[str, Any]] = {}
+    for phase in phases:
+        keys, values = phase["key"].split(", "), phase["end" if phase["state"] == GAINED else "start"]
+        of_budget = found.setdefault(phase["budget"], {})
+        of_budget |= zip(keys, values if len(keys) > 1 else [values], strict=True)
+        of_budget.pop(LR, None)
+    return found
+
+
 def descend(
     study: Study, lattice: Lattice, grids: Mapping[str, Grid], start: Values, losses: Trials
 ) -> tuple[list[At], Trials, list[Phase]]:

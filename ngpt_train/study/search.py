@@ -3,9 +3,10 @@
 import math
 import statistics
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 
 from ngpt_train.study.definition import LR, Study
-from ngpt_train.study.descent import Grid, Phase, descend
+from ngpt_train.study.descent import Grid, Phase, descend, ends_of
 from ngpt_train.study.points import DONE, Point, Results, carried
 from ngpt_train.study.rates import At, Lattice, first_rates, next_rates
 from ngpt_train.study.tuning import Trials, best_values, noise_between_seeds, sorted_values, tunings
@@ -77,10 +78,17 @@ class _Arm:
             if new := missing or [(x, seed) for x, of in seen.items() for seed in of if seed not in trials.get(x, {})]:
                 return new
         sigma, _ = noise_between_seeds(self._known.values())
-        return next_rates(self._study, lattice, trials, sigma)
+        return next_rates(self._study, lattice, self._of_end(budget, trials), sigma)
+
+    def _of_end(self, budget: int, trials: Trials) -> Trials:
+        """The trials with the values at which the descent of a budget ended; all without a descent."""
+        of_phases = [asdict(phase) | {"budget": budget} for phase in self.phases.get(budget, ())]
+        end = ends_of(of_phases).get(budget, {})
+        return {values: losses for values, losses in trials.items() if end.items() <= dict(values).items()}
 
     def _beginning(self, budget: int, earlier: Mapping[int, Trials]) -> list[At]:
         """The first points of a budget. Further keys have the best values of the budget before, or their starts."""
+        earlier = {b: self._of_end(b, trials) for b, trials in earlier.items()}
         lattice, bests = self._lattice(budget), {b: x for b, trials in earlier.items() if (x := best_values(trials))}
         lr = lattice.nearest(_expected_lr(budget, earlier) or lattice.start)
         if bests:

@@ -7,6 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,14 +28,18 @@ UNLIMITED = ("optim.clip_norm", "optim.angle_cap", "model.logit_soft_cap")  # ke
 
 
 def tunings(
-    trials: Mapping[int, Trials], listed: Collection[str] = (), confidence: float = 0.95, complete: bool = False
+    trials: Mapping[int, Trials],
+    listed: Collection[str] = (),
+    confidence: float = 0.95,
+    complete: bool = False,
+    ends: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
 ) -> dict[tuple[int, str], Tuning]:
     """The tuning of an arm by budget and key, with the other keys at their best values. trials: by budget. listed:
-    further keys, tuned by a descent. complete: see `best_values`."""
+    further keys, tuned by a descent. complete, ends[budget]: see `best_values`."""
     sigma, degrees = noise_between_seeds(trials.values())
     found = {}
     for budget, of_budget in trials.items():
-        best = best_values(of_budget, complete)
+        best = best_values(of_budget, complete, ends.get(budget))
         for key in sorted({key for values in of_budget for key, _ in values}):
             line = line_of(of_budget, key, best)
             is_listed, limits = key in listed, all_keys().get(key)
@@ -60,12 +65,16 @@ def noise_between_seeds(trials: Iterable[Trials]) -> tuple[float, float]:
     return (math.sqrt(squares / degrees), degrees) if degrees else (0.0, 0.0)
 
 
-def best_values(trials: Trials, complete: bool = False) -> Values | None:
+def best_values(trials: Trials, complete: bool = False, end: Mapping[str, Any] | None = None) -> Values | None:
     """The values with the lowest mean loss over their seeds; None if all have failed.
 
     A value of a further key that was tried at one learning rate or two does not count beside one whose rate was tuned.
-    complete: only values with the most seeds, since fewer seeds may be luck. A search adds the missing seeds instead.
+    end: the further keys' values at which a descent has ended. No others count: one may be better, but by less than the
+    noise, and no key was tuned there. complete: only values with the most seeds, since fewer seeds may be luck. A
+    search adds the missing seeds instead.
     """
+    if end is not None:
+        trials = {values: losses for values, losses in trials.items() if end.items() <= dict(values).items()}
     rates = Counter(without(values, LR) for values in trials)
     enough = min(3, max(rates.values(), default=0))
     counted = {values: losses for values, losses in trials.items() if rates[without(values, LR)] >= enough}

@@ -162,4 +162,9 @@ def values_of(run: Run, tuned: Collection[str]) -> Values:
     values = {key: run.config.get(key) for key in sorted(tuned)}
     if values.get(LR) == AUTO:
         values[LR] = None
-    return tuple((key, json.dumps(v) if isinstance(v, (list, dict)) else v) for key, v in values.items())
+    return tuple((key, hashable(value)) for key, value in values.items())
+
+
+def hashable(value: Any) -> Any:
+    """A value as in `values_of`: a list is its JSON."""
+    return json.dumps(value) if isinstance(value, list | dict) else value

@@ -30,7 +30,6 @@ from ngpt_train.study.compare.step_times import STEP_TIMES, Times, costs_of
 from ngpt_train.study.compare.trials import Arm, Trial, failure, read_arm, unfinished
 from ngpt_train.study.compare.versus import versus
 from ngpt_train.study.definition import LR, name_of
-from ngpt_train.study.descent import OUT_OF_RUNS
 
 # Files of a comparison in its directory.
 REPORT = "report.json"
@@ -111,8 +110,8 @@ def read_arms(
     """The arms by name. descent: phases, of descent.json."""
     budgets, read = common_budgets(found), {}
     for arm, runs in found.items():
-        untried = [(x["budget"], x["key"]) for x in descent if (x["arm"], x["state"]) == (arm, OUT_OF_RUNS)]
-        read[arm] = read_arm(arm, runs, budgets, tuned, metric, confidence, untried)
+        of_arm = [phase for phase in descent if phase["arm"] == arm]
+        read[arm] = read_arm(arm, runs, budgets, tuned, metric, confidence, of_arm)
     return read
 
 

@@ -4,7 +4,7 @@ seed diverges."""
 
 import math
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ import numpy as np
 from ngpt_train.config.validate import show
 from ngpt_train.core.constants import DIVERGED
 from ngpt_train.core.recorded import compared
-from ngpt_train.study.compare.arms import values_of
+from ngpt_train.study.compare.arms import hashable, values_of
 from ngpt_train.study.compare.noise import Further, Pair, t_quantile
 from ngpt_train.study.compare.runs import Rows, Run
 from ngpt_train.study.definition import LR
+from ngpt_train.study.descent import OUT_OF_RUNS, ends_of
 from ngpt_train.study.tuning import Trials, Tuning, Values, best_values, line_of, noise_between_seeds, tunings
 
 AFTER_DIVERGENCE = "diverged"  # the beginning of a reason
@@ -117,10 +118,9 @@ def read_arm(
     tuned: Collection[str],
     metric: str,
     confidence: float,
-    out_of_runs: Iterable[tuple[int, str]] = (),
+    descent: Sequence[Mapping[str, Any]] = (),
 ) -> Arm:
-    """The arm of finished runs. Of two runs with equal budget, values and seed the first counts. out_of_runs: budgets
-    and keys of a descent that had no run left to try the key."""
+    """The arm of finished runs. Of two runs with equal budget, values and seed the first counts. descent: phases."""
     trials: dict[tuple[int, Values, int], Trial] = {}
     notes = []
     tuned = [key for key in tuned if key == LR or any(key in run.config for run in runs)]
@@ -141,18 +141,20 @@ def read_arm(
         of_seed[trial.seed] = failed if trial.loss is None else trial.loss
     # The values of other keys were listed by hand. Their best only has to lie inside the list.
     listed = [key for key in tuned if key != LR]
-    arm.tunings = tunings(table, listed=listed, confidence=confidence, complete=True)
-    for place in out_of_runs:
-        if place in arm.tunings and arm.tunings[place].state == "not tried":
+    ends = {at: {key: hashable(x) for key, x in end.items()} for at, end in ends_of(descent).items()}
+    arm.tunings = tunings(table, listed, confidence, complete=True, ends=ends)
+    for phase in descent:
+        place = phase["budget"], phase["key"]
+        if phase["state"] == OUT_OF_RUNS and place in arm.tunings and arm.tunings[place].state == "not tried":
             arm.tunings[place] = Tuning("edge", arm.tunings[place].best)
     for budget, found in table.items():
-        if (best := best_values(found, complete=True)) is not None:
+        if (best := best_values(found, complete=True, end=ends.get(budget))) is not None:
             arm.best[budget] = best
             of_budget = {key: tuning for (at, key), tuning in arm.tunings.items() if at == budget}
             arm.prices[budget] = price_of_grid(found, of_budget, best)
             if diverged := divergence(found, best, confidence):
                 arm.divergences[budget] = diverged
-            lower = best_values(found)
+            lower = best_values(found, end=ends.get(budget))
             if lower is not None and lower != best:
                 arm.notes.append(_fewer_seeds(name, budget, lower, len(found[lower]), len(found[best])))
     return arm

@@ -3,12 +3,13 @@
 import math
 import random
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from ngpt_train.study.definition import LR, Study
 from ngpt_train.study.descent import Grid
 from ngpt_train.study.points import DONE, FAILED, Point, Result
-from ngpt_train.study.search import Grids, next_points
+from ngpt_train.study.search import Grids, next_points, phases
 from ngpt_train.study.tuning import Trials
 
 START = 0.001  # the recipe's learning rate
@@ -64,6 +65,12 @@ def search(
             results[point] = result(point, loss(point), reason)
         assert len(rounds) < 1000
     return results, rounds
+
+
+def descent_of(of: Study, results: dict[Point, Result], grids_of: Callable[[Study], Grids]) -> list[dict[str, object]]:
+    """All phases, as in descent.json."""
+    found = phases(of, start, grids_of(of), results)
+    return [{"arm": arm, "budget": budget, **asdict(phase)} for (arm, budget), made in found.items() for phase in made]
 
 
 def trials(results: dict[Point, Result]) -> dict[int, Trials]:

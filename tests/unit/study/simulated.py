@@ -17,7 +17,7 @@ from ngpt_train.study.compare.trials import Arm, read_arm
 from ngpt_train.study.compare.versus import versus
 from ngpt_train.study.definition import Study
 from ngpt_train.study.points import Point
-from tests.unit.study.searches import octaves, search, study
+from tests.unit.study.searches import descent_of, listed, octaves, search, study
 
 FIRST = 409_600  # tokens
 ARMS = ("gpt", "ngpt")
@@ -93,7 +93,7 @@ class Case:
         results, _ = search(of, loss)
         runs = [run_of(point, result.loss) for point, result in results.items()]
         budgets = {run.path: point.budget for run, point in zip(runs, results, strict=True)}
-        return read_arm(ARMS[side], runs, budgets, of.tuned_keys, "loss", 0.95)
+        return read_arm(ARMS[side], runs, budgets, of.tuned_keys, "loss", 0.95, descent_of(of, results, listed))
 
     def _study(self, side: int) -> Study:
         lists = {KEY.removeprefix("optim."): (1.0, 0.5, 2.0, 4.0)} if any(self.key_price) else {}

@@ -316,6 +316,7 @@ def test_from_the_definition_to_the_report(tmp_path: Path) -> None:
         assert "not tried" not in text
         said = "both tuned for optim.lr, optim.betas, schedule.warmup_steps; ngpt alone for model.s_z.scale."
         assert f"ngpt and gpt were {said}" in text.replace("\\", "")
-    given.descent.append({"arm": "gpt", "budget": 25600, "key": "optim.betas", "state": OUT_OF_RUNS})
+    untried = {"key": "optim.betas", "start": [0.9, 0.99], "end": None, "state": OUT_OF_RUNS}
+    given.descent.append({"arm": "gpt", "budget": 25600, **untried})
     states = {name: arm["state"] for name, arm in make_report(given, found, tuned, {}, [])["arms"].items()}
     assert states == {"gpt": "edge", "ngpt": "elsewhere"}, "no run was left to try a key"

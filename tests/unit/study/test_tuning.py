@@ -6,10 +6,23 @@ import pytest
 
 from ngpt_train.study.compare.trials import price_of_grid
 from ngpt_train.study.definition import LR
+from ngpt_train.study.descent import ends_of
 from ngpt_train.study.points import UNFINISHED, WAITING, Point, Result
 from ngpt_train.study.search import next_points
 from ngpt_train.study.tuning import Line, analyse, best_values, tunings
-from tests.unit.study.searches import START, Loss, fixed_noise, listed, octaves, result, search, start, study, trials
+from tests.unit.study.searches import (
+    START,
+    Loss,
+    descent_of,
+    fixed_noise,
+    listed,
+    octaves,
+    result,
+    search,
+    start,
+    study,
+    trials,
+)
 
 
 def lrs(points: list[Point]) -> list[tuple[float, int]]:
@@ -275,7 +288,8 @@ def check_landscape(number: int) -> None:
         # The decay's other value is tried at the best rate, which may be one more rate beside it.
         assert 1 <= len(values) <= (of.max_points + 1) * len(of.tune)
         found = tunings(trials(results))[budget, LR]
-        if best := best_values(trials(results)[budget]):
+        end = ends_of(descent_of(of, results, listed)).get(budget)
+        if best := best_values(trials(results)[budget], end=end):
             assert len(trials(results)[budget][best]) == len(of.seeds), "the best values lack a seed"
         if found.optimum is not None and found.low is not None and found.high is not None:
             assert found.low <= found.optimum <= found.high
