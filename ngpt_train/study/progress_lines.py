@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ngpt_train.core.progress import format_seconds
 from ngpt_train.observe.console import Clock, PlainConsole, format_count
 from ngpt_train.study.definition import Study, text_of
 from ngpt_train.study.points import FAILED, Point, Results
+from ngpt_train.study.search import Ends
 from ngpt_train.study.tuning import Trials, best_values
 
 if TYPE_CHECKING:
@@ -71,8 +72,10 @@ class TimeLeft:
 class ProgressLines:
     """Prints a line for each event. Once a minute it prints the counts and the best losses, if they have changed."""
 
-    def __init__(self, study: Study, expected: Sequence[Cost], jobs: int) -> None:
-        self._study, self._left = study, TimeLeft(expected, jobs)
+    def __init__(
+        self, study: Study, expected: Sequence[Cost], jobs: int, ends: Callable[[Results], Mapping[str, Ends]]
+    ) -> None:
+        self._study, self._left, self._ends = study, TimeLeft(expected, jobs), ends
         self._n_expected = sum(cost.runs for cost in expected)
         self._console = PlainConsole(Clock(0))
         self._said = time.monotonic()
@@ -97,7 +100,9 @@ class ProgressLines:
             self._said = now
             if self._counts != self._counts_said:
                 self._console.message(self._with_time())
-            bests = [f"  {arm}: {text}" for arm in self._study.arms if (text := best_so_far(self._study, arm, results))]
+            ends = self._ends(results)
+            texts = {arm: best_so_far(self._study, arm, results, ends[arm]) for arm in self._study.arms}
+            bests = [f"  {arm}: {text}" for arm, text in texts.items() if text]
             if bests != self._bests:
                 self._bests = bests
                 self._console.message("\n".join(["best so far:", *bests]))
@@ -127,15 +132,15 @@ def summary(results: Results, running: Sequence[Point], waiting: Sequence[Point]
     return ", ".join([*words, f"{len(running)} running", f"{len(waiting)} waiting"])
 
 
-def best_so_far(study: Study, arm: str, results: Results) -> str:
-    """`loss 3.4312 at 819k tokens with lr=0.002 (2 of 3 seeds)`, at the largest budget with a loss."""
+def best_so_far(study: Study, arm: str, results: Results, ends: Ends) -> str:
+    """`loss 3.4312 at 819k tokens with lr=0.002 (2 of 3 seeds)`, at the largest budget with a loss. ends: the arm's."""
     for budget in reversed(study.budgets):
         trials: Trials = {}
         for point, result in results.items():
             if (point.arm, point.budget) == (arm, budget):
                 loss = math.inf if result.loss is None else result.loss
                 trials.setdefault(point.values, {})[point.seed] = loss
-        if best := best_values(trials):
+        if best := best_values(trials, end=ends.get(budget)):
             losses = trials[best].values()
             values = " ".join(f"{key.removeprefix('optim.')}={text_of(value)}" for key, value in best)
             mean = sum(losses) / len(losses)

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from operator import attrgetter
 from pathlib import Path
@@ -25,7 +26,7 @@ from ngpt_train.study.engines.local import local_engine, usable_gpus
 from ngpt_train.study.engines.slurm import slurm_engine
 from ngpt_train.study.points import FAILED, FAILURES, Point, Result, Results, Runs, differences, failure_record
 from ngpt_train.study.progress_lines import ProgressLines
-from ngpt_train.study.search import next_points, phases
+from ngpt_train.study.search import ends, next_points, phases
 from ngpt_train.study.tuning import sorted_values
 
 LOOK_SECONDS = 0.5
@@ -70,16 +71,17 @@ def make(verb: str, config: Config, overrides: Sequence[str], options: Sequence[
         from ngpt_train.training.hooks.stopping import StopRequest
 
         stop = StopRequest(max_hours=None)
-        with stop, ProgressLines(study, expected, engine.jobs) as progress:
+        so_far = partial(ends, study, runs.start, runs.grids)
+        with stop, ProgressLines(study, expected, engine.jobs, so_far) as progress:
             runner = Runner(study, runs, engine, progress, config.study.retries, lambda: stop.reason is not None)
             complete = runner.complete()
+        if found := phases(study, runs.start, runs.grids, runner.results):
+            write_phases(study.path, found)
         if not complete:
             others = "have saved" if is_here else "stay in the queue"
             state = f"{len(runner.results)} runs have ended, the others {others}"
             print(f"interrupted: {state}; the same command goes on", flush=True)
             return 0
-        if found := phases(study, runs.start, runs.grids, runner.results):
-            write_phases(study.path, found)
         return then(config, study, runner.results)
     finally:
         if lock is not None:

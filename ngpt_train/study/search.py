@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from typing import Any
 
 from ngpt_train.study.definition import LR, Study
 from ngpt_train.study.descent import Grid, Phase, descend, ends_of
@@ -12,6 +13,7 @@ from ngpt_train.study.rates import At, Lattice, first_rates, next_rates
 from ngpt_train.study.tuning import Trials, best_values, noise_between_seeds, sorted_values, tunings
 
 Starts = Callable[[str, int], float]  # (arm, budget): the recipe's learning rate
+Ends = dict[int, dict[str, Any]]  # by budget: values of further keys
 Grids = Callable[[str, int], Mapping[str, Grid]]  # (arm, budget): of the further keys
 # Beginning and end of reasons of failures that another learning rate does not change.
 OUT_OF_MEMORY, CRASHED = "out of memory", "attempts)"
@@ -26,6 +28,11 @@ def phases(study: Study, starts: Starts, grids: Grids, results: Results) -> dict
     """The phases of the descent so far, by arm and budget."""
     of_arms = {arm: _Arm(study, arm, starts, grids, results).phases for arm in study.arms}
     return {(arm, budget): found for arm, of_arm in of_arms.items() for budget, found in of_arm.items()}
+
+
+def ends(study: Study, starts: Starts, grids: Grids, results: Results) -> dict[str, Ends]:
+    """By arm and budget, the values of further keys at which its descent has ended, or is so far."""
+    return {arm: _Arm(study, arm, starts, grids, results).ends for arm in study.arms}
 
 
 class _Arm:
@@ -48,6 +55,10 @@ class _Arm:
                 break
             for point in added:
                 self._known[point.budget].setdefault(point.values, {})[point.seed] = finished[point]
+
+    @property
+    def ends(self) -> Ends:
+        return ends_of(asdict(phase) | {"budget": budget} for budget, of in self.phases.items() for phase in of)
 
     def _keys(self, budget: int) -> Mapping[str, Grid]:
         """The further keys that are tuned at the budget."""
@@ -82,8 +93,7 @@ class _Arm:
 
     def _of_end(self, budget: int, trials: Trials) -> Trials:
         """The trials with the values at which the descent of a budget ended; all without a descent."""
-        of_phases = [asdict(phase) | {"budget": budget} for phase in self.phases.get(budget, ())]
-        end = ends_of(of_phases).get(budget, {})
+        end = self.ends.get(budget, {})
         return {values: losses for values, losses in trials.items() if end.items() <= dict(values).items()}
 
     def _beginning(self, budget: int, earlier: Mapping[int, Trials]) -> list[At]:

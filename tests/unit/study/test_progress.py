@@ -43,12 +43,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_the_best_so_far() -> None:
-    """Caught: a failed point or a smaller budget that is called the best."""
+    """Caught: a failed point or a smaller budget that is called the best; a value to which the descent did not go."""
     of = study(budgets=(1000, 819_200))
-    assert best_so_far(of, "gpt", RESULTS) == "loss 3.2500 at 1k tokens with lr=0.002 (1 of 3 seeds)"
+    assert best_so_far(of, "gpt", RESULTS, {}) == "loss 3.2500 at 1k tokens with lr=0.002 (1 of 3 seeds)"
     larger = {point(3, budget=819_200): result(point(3, budget=819_200), 4.0)}
-    assert best_so_far(of, "gpt", RESULTS | larger) == "loss 4.0000 at 819k tokens with lr=0.008 (1 of 3 seeds)"
-    assert best_so_far(of, "other", RESULTS) == ""
+    assert best_so_far(of, "gpt", RESULTS | larger, {}) == "loss 4.0000 at 819k tokens with lr=0.008 (1 of 3 seeds)"
+    assert best_so_far(of, "other", RESULTS, {}) == ""
+    assert best_so_far(of, "gpt", RESULTS, {1000: {"optim.eps": 1.0}}) == ""
 
 
 def test_a_dry_run_shows_the_cost_and_writes_nothing(
@@ -132,7 +133,7 @@ def test_the_time_that_is_left_does_not_jump() -> None:
 def test_plain_lines(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     """Caught: control characters in a log; a study that says nothing for hours, or the same twice; a run that has ended
     and is counted as running; a line that is lost at the end."""
-    with ProgressLines(study(), COSTS, 1) as shown:
+    with ProgressLines(study(), COSTS, 1, lambda results: {"gpt": {}}) as shown:
         shown.update({}, [point(0)], [point(1)])
         shown.say("one")
         shown.say("two")
