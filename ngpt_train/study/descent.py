@@ -10,8 +10,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json, write_json
-from ngpt_train.core.recorded import COUNT, NUMBER, TEXT, all_checked
+from ngpt_train.core.recorded import COUNT, FIX, NUMBER, TEXT, all_checked
 from ngpt_train.study.definition import LR, Study
 from ngpt_train.study.rates import At, Lattice, first_rates, next_rates
 from ngpt_train.study.tuning import (
@@ -88,14 +89,23 @@ def write_phases(directory: Path, phases: Mapping[tuple[str, int], Sequence[Phas
 def read_phases(directory: Path) -> list[dict[str, Any]]:
     """The content of descent.json; empty without one. Raises DataError for a damaged file."""
     path = directory / FILE
-    return all_checked(read_json(path), _FIELDS | {"state": TEXT}, str(path), ("arm", "key")) if path.exists() else []
+    if not path.exists():
+        return []
+    found = all_checked(read_json(path), _FIELDS | {"state": TEXT}, str(path), ("arm", "budget", "key", "state"))
+    for number, phase in enumerate(found):
+        n_keys, sides = phase["key"].count(", ") + 1, ("start", "end") if phase["state"] == GAINED else ("start",)
+        for side in sides if n_keys > 1 else ():
+            if not isinstance(values := phase.get(side), list) or len(values) != n_keys:
+                raise DataError(f"{path}[{number}]: {side} has no value for each of {phase['key']}. {FIX}")
+    return found
 
 
 def ends_of(phases: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
     """By budget, the values of further keys at which an arm's descent has ended. phases: as in descent.json."""
     found: dict[int, dict[str, Any]] = {}
     for phase in phases:
-        keys, values = phase["key"].split(", "), phase["end" if phase["state"] == GAINED else "start"]
+        keys = phase["key"].split(", ")
+        values: Any = phase.get("end" if phase["state"] == GAINED else "start")
         of_budget = found.setdefault(phase["budget"], {})
         of_budget |= zip(keys, values if len(keys) > 1 else [values], strict=True)
         of_budget.pop(LR, None)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ngpt_train.core.errors import ConfigError
+from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.study.begun_study import check_stored
 from ngpt_train.study.compare.comparison import choose_arms, make_report
 from ngpt_train.study.compare.given_runs import gather
@@ -18,7 +18,7 @@ from ngpt_train.study.compare.output.comparison_page import html
 from ngpt_train.study.compare.output.document import document
 from ngpt_train.study.cost import cost_of_phases, rehearsal
 from ngpt_train.study.definition import LR, Study, read_stored, write_study
-from ngpt_train.study.descent import GAINED, OUT_OF_RUNS, WITHIN_NOISE, Grid, Phase, write_phases
+from ngpt_train.study.descent import GAINED, OUT_OF_RUNS, WITHIN_NOISE, Grid, Phase, ends_of, read_phases, write_phases
 from ngpt_train.study.points import DONE, Point, Result, Runs
 from ngpt_train.study.runner import Runner
 from ngpt_train.study.search import Grids, phases
@@ -239,6 +239,17 @@ def test_the_descent_is_a_function_of_the_losses_alone(number: int) -> None:
         if best := best_values(trials(results)[budget], complete=True):
             assert len(trials(results)[budget][best]) == len(of.seeds)
     assert all(known.state == DONE or known.loss is None for known in results.values())
+
+
+@pytest.mark.parametrize("end", [None, 2.0, [2.0], [2.0, 1.0, 1.0]])
+def test_a_damaged_phase_is_named(tmp_path: Path, end: object) -> None:
+    """Caught: a traceback, or an arm that is compared at other values, by a phase of two keys without their values."""
+    phase = Phase(f"{CLIP}, {EPS}", [1.0, 1.0], [2.0, 1.0], 0.1, 0.01, 3, 3, GAINED)
+    write_phases(tmp_path, {("gpt", 1000): [phase]})
+    assert ends_of(read_phases(tmp_path)) == {1000: {CLIP: 2.0, EPS: 1.0}}
+    write_phases(tmp_path, {("gpt", 1000): [replace(phase, end=end)]})
+    with pytest.raises(DataError, match=r"descent.json\[0\]: end has no value for each of"):
+        read_phases(tmp_path)
 
 
 OF_A_STUDY = """
