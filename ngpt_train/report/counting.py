@@ -5,7 +5,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -119,7 +120,26 @@ class Stage:
 
 FEW = 2  # blocks of a kind in the model that is counted
 
+P = ParamSpec("P")
+Counted = TypeVar("Counted", Pass, Products)
 
+
+def once(count: Callable[P, Counted]) -> Callable[P, Counted]:
+    """`count`, which takes a second, once for the same arguments: `choose` asks for each pass under several layouts.
+    A config is not hashable, so arguments are known by their repr."""
+    known: dict[str, Counted] = {}
+
+    @wraps(count)
+    def counted(*args: P.args, **kwargs: P.kwargs) -> Counted:
+        arguments = repr((args, kwargs))
+        if arguments not in known:
+            known[arguments] = count(*args, **kwargs)
+        return known[arguments]
+
+    return counted
+
+
+@once
 def count_pass(
     shape: ModelConfig, dtype: torch.dtype, rows: int, recompute: str, on_gpu: bool, kernels: bool, new_gradients: bool
 ) -> Pass:
@@ -156,6 +176,7 @@ def count_pass(
     return Pass(kept, working, tuple(of_stages))
 
 
+@once
 def count_products(shape: ModelConfig, dtype: torch.dtype, rows: int) -> Products:
     """The memory of products and attention in a forward pass over `rows` rows."""
 
