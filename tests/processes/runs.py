@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import pytest
 from ngpt_train.__main__ import main
 from ngpt_train.core import log
 from ngpt_train.core.files import json_lines
+from ngpt_train.study.audit import auditing
 from ngpt_train.training.checkpoint import list_checkpoints
 from ngpt_train.verbs import train as train_verb
 from tests.processes import fork_server
@@ -117,6 +119,15 @@ def in_this_process(verb: str, given: list[str]) -> subprocess.CompletedProcess[
 def forked(verb: str, given: list[str], ranks: int = 1) -> subprocess.CompletedProcess[str]:
     """A command in a process of its own, or in as many as there are ranks."""
     return fork_server.run("ngpt_train", [verb, *given], ranks if ranks > 1 else None)
+
+
+def fork_audits(patch: pytest.MonkeyPatch) -> None:
+    """From here on the trainings of an audit in this process are forks too."""
+
+    def popen(arguments: Sequence[str], env: dict[str, str], stdout: io.BufferedWriter, stderr: int) -> Any:
+        return fork_server.Started(arguments[arguments.index("-m") + 1 :], Path(stdout.name), **env)
+
+    patch.setattr(auditing, "subprocess", SimpleNamespace(Popen=popen, STDOUT=subprocess.STDOUT))
 
 
 def train(given: list[str], ranks: int = 1) -> None:

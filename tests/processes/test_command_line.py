@@ -195,7 +195,9 @@ def test_exit_codes_of_errors(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         main(["train"])
 
 
-def test_multirun_runs_every_combination_also_after_a_failed_job(tmp_path: Path) -> None:
+def test_multirun_runs_every_combination_also_after_a_failed_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Caught: jobs that end with the first failure, an exit code that hides it, two jobs of one name."""
     done = run(*PLAN, "-m", "model=gpt", "run.name=both", "plan.out=no/such/plan.json,plan.json", cwd=tmp_path)
     assert done.returncode == 2
@@ -204,8 +206,8 @@ def test_multirun_runs_every_combination_also_after_a_failed_job(tmp_path: Path)
     assert first in done.stdout
     assert "run.name=both/1" in done.stdout
     assert json.loads((tmp_path / "plan.json").read_text())["model"] == "gpt"
-    printed = run(*PLAN, "-m", "run.seed=range(0,3)", "--cfg", "job").stdout
-    assert [line for line in printed.splitlines() if line.startswith("  name: ngpt-")] == [
+    assert main([*PLAN, "-m", "run.seed=range(0,3)", "--cfg", "job"]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("  name: ngpt-")] == [
         f"  name: ngpt-debug-seed{k}/{k}" for k in range(3)
     ]
 

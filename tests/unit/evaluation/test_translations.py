@@ -13,7 +13,7 @@ from ngpt_train.evaluation.translations import scores, translations, whole_words
 from ngpt_train.models import build_model
 from ngpt_train.models.composed_encoder_decoder.keys import ComposedEncoderDecoderConfig
 from ngpt_train.models.encoder_decoder import EncoderDecoder
-from tests.processes.runs import forked, records, train
+from tests.processes.runs import fork_audits, forked, records, train
 from tests.unit.data.test_pairs import texts
 
 NAMED = ["scale=debug", "tokenizer=bytes", "model.context=128", "logging.wandb.mode=disabled"]
@@ -28,7 +28,7 @@ def run_of_pairs(directory: Path, **pairs: list[dict[str, str]]) -> list[str]:
     return ["model=ntransformer", "data=pairs", *data, *NAMED, "eval.beams=2", "optim.lr=1e-2"]
 
 
-def test_a_run_translates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_translates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Caught: translations that are not the held-out pairs', or not in their order; scores of other files than the
     written ones; a search that the keys do not reach; a line break inside of a line; a text beyond half a row."""
     pytest.importorskip("sacrebleu", reason="the extra [eval] is not installed")
@@ -57,6 +57,7 @@ def test_a_run_translates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert {name: evals[30][name] for name in TRANSLATED} == {name: result[name] for name in TRANSLATED}
     assert "bleu" not in evals[15]
     assert compared(evals[30], "sacrebleu") == 100 - result["sacrebleu"]
+    fork_audits(monkeypatch)
     assert main(["audit", checkpoint, "audit.steps=5"]) == 0, capsys.readouterr()  # stops before the end, and at it
     capsys.readouterr()
     assert "tok:13a" in result["sacrebleu_signature"]
