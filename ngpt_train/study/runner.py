@@ -75,8 +75,6 @@ def make(verb: str, config: Config, overrides: Sequence[str], options: Sequence[
         with stop, ProgressLines(study, expected, engine.jobs, so_far) as progress:
             runner = Runner(study, runs, engine, progress, config.study.retries, lambda: stop.reason is not None)
             complete = runner.complete()
-        if found := phases(study, runs.start, runs.grids, runner.results):
-            write_phases(study.path, found)
         if not complete:
             others = "have saved" if is_here else "stay in the queue"
             state = f"{len(runner.results)} runs have ended, the others {others}"
@@ -188,7 +186,10 @@ class Runner:
         self._look([point for point in self._points if point in self._awaited])
         while self._known != len(self.results):
             self._known = len(self.results)
-            points = next_points(self.study, self.runs.start, self.runs.grids, self.results)
+            search = self.study, self.runs.start, self.runs.grids, self.results
+            if found := phases(*search):  # at each result, since `compare` relies on it also after a kill
+                write_phases(self.study.path, found)
+            points = next_points(*search)
             self._points = sorted(points, key=lambda point: point.budget)
             held = self._held()
             self._look([point for point in self._points if point not in held])

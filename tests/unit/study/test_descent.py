@@ -283,6 +283,21 @@ def test_from_the_definition_to_the_report(tmp_path: Path) -> None:
     assert "the verdict at 25.6k is `untuned`" in phases_said
     write_study(of)
     assert read_stored(of.path) == of
+    results: dict[Point, Result] = {}
+
+    def until_killed(runs: Runs, point: Point, attempt: int) -> tuple[int | None, str]:
+        if len(results) == 25:
+            raise KeyboardInterrupt  # nothing is written after it, as after a SIGKILL
+        ended = planted(runs, point, attempt)
+        results[point] = runs.result(point)
+        return ended
+
+    with pytest.raises(KeyboardInterrupt):
+        Runner(of, runs, FakeEngine(runs, until_killed), Heard(), 0).complete()  # type: ignore[arg-type]
+    by_then = read_phases(of.path)
+    assert len(by_then) > 2
+    write_phases(of.path, phases(of, runs.start, runs.grids, results))
+    assert read_phases(of.path) == by_then
     for _ in range(2):  # the second start finds all runs
         engine = FakeEngine(runs, planted, jobs=8)
         runner = Runner(of, runs, engine, Heard(), 0)  # type: ignore[arg-type]
@@ -303,7 +318,6 @@ def test_from_the_definition_to_the_report(tmp_path: Path) -> None:
         other = study_of(tmp_path, text=text.replace("  ngpt", "  new: {model: gpt}\n  ngpt"))
         with nullcontext() if taken else pytest.raises(ConfigError, match=r"study\.tune"):
             check_stored(other, Runs(other))
-    write_phases(of.path, phases(of, runs.start, runs.grids, runner.results))
 
     given = gather([of.path])
     found, tuned, _ = choose_arms(given)
