@@ -143,7 +143,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tens
 
 def is_faster_in_fp32(q: Tensor, k: Tensor) -> bool:
     """Whether `_SmallHeads` takes q and k, `(B, H, T, D)`, and a backward pass will follow."""
-    is_small = q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[-1] < LARGE_HEAD
+    is_small = dispatch.on_cpu(q) and q.dtype == torch.bfloat16 and q.shape[-1] < LARGE_HEAD
     return is_small and q.shape[1] == k.shape[1] and torch.is_grad_enabled() and q.requires_grad
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ngpt_train.core.constants import Constraint
+from ngpt_train.kernels.dispatch import on_cpu
 
 # A shorter vector is divided by this length, so that Norm(0) = 0 and its gradient is finite.
 SHORTEST = 1e-12
@@ -50,7 +51,7 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def rms_norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
     """g x / sqrt(mean(x^2) + eps) over the last dimension: x `(..., D)` in at least fp32, gain g `(D,)`; None is 1."""
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+    if on_cpu(x) and not torch.compiler.is_compiling():
         return _RMSNorm.apply(x, gain, eps)
     return F.rms_norm(x, x.shape[-1:], gain, eps)
 

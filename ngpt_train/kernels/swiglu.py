@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ngpt_train.kernels.dispatch import operation, runs_on_triton
+from ngpt_train.kernels.dispatch import on_cpu, operation, runs_on_triton
 from ngpt_train.kernels.norm import at_least_fp32
 
 
@@ -125,7 +125,7 @@ def scaled_swiglu(x: Tensor, w_uv: Tensor, s_u: Tensor, s_v: Tensor) -> Tensor:
 
     x `(..., d_model)`, w_uv `(2 d_mlp, d_model)`, s_u and s_v `(d_mlp,)` -> `(..., d_mlp)` in x's dtype.
     """
-    if x.device.type == "cpu" and not runs_on_triton("swiglu", x):
+    if on_cpu(x) and not runs_on_triton("swiglu", x):
         return swiglu(scaled_linear(x, w_uv, torch.cat([s_u, s_v])))
     return swiglu(F.linear(x, w_uv), s_u, s_v)
 

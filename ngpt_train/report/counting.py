@@ -1,4 +1,4 @@
-"""Counts the memory of a pass through a model on tensors without memory: torch's fake tensors."""
+"""Counts the memory of a pass through a model on tensors without memory, on torch's device `meta`."""
 
 import importlib.util
 import weakref
@@ -10,14 +10,14 @@ from typing import Any, ParamSpec, TypeVar
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.distributed.recomputation import ATTENTION, PRODUCTS, checkpoint_blocks
-from ngpt_train.kernels import dispatch
+from ngpt_train.kernels import attention, dispatch
 from ngpt_train.models import build_model
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.rank_rows import local_rows
@@ -150,7 +150,7 @@ def count_pass(
     """
 
     def count(few: ModelConfig) -> list[float]:
-        with fake(), as_on_gpu(kernels) if on_gpu else nullcontext():
+        with without_memory(), as_on_gpu(kernels) if on_gpu else nullcontext():
             model, inputs, seeds = prepared(few, dtype, rows)
             checkpoint_blocks(model.blocks(), recompute)
             counter = MemoryCounter()
@@ -181,7 +181,7 @@ def count_products(shape: ModelConfig, dtype: torch.dtype, rows: int) -> Product
     """The memory of products and attention in a forward pass over `rows` rows."""
 
     def count(few: ModelConfig) -> list[float]:
-        with fake():
+        with without_memory():
             model, inputs, seeds = prepared(few, dtype, rows)
             counter = ProductCounter(rows)
             for block in model.blocks():
@@ -217,15 +217,25 @@ def as_on_gpu(kernels: bool) -> Iterator[None]:
     """Inside, a pass on a CPU keeps the same tensors as on a GPU: if `kernels` and the package triton is there, for
     Triton's kernels, which do not run on tensors without memory."""
     choice = "triton" if kernels and importlib.util.find_spec("triton") else "torch"
-    with patch.object(dispatch, "_choice", choice):
+    with patch.object(dispatch, "_choice", choice), patch.object(attention, "LARGE_HEAD", 0):
         yield
 
 
 @contextmanager
-def fake() -> Iterator[None]:
-    """Inside, tensors are on a CPU and have no memory."""
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
+def without_memory() -> Iterator[None]:
+    """Inside, tensors have no memory, and attention is torch's kernel for CPUs, which keeps what those for GPUs keep;
+    for tensors without memory torch would write the formula out."""
+    with torch.device("meta"), patch.object(F, "scaled_dot_product_attention", cpu_attention):
         yield
+
+
+def cpu_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float, enable_gqa: bool
+) -> Tensor:
+    if mask is not None:
+        mask = torch.empty_like(mask, dtype=q.dtype)  # a boolean mask is added as 0 and -inf
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
 
 
 def prepared(shape: ModelConfig, dtype: torch.dtype, rows: int) -> tuple[Decoder, list[Tensor], dict[str, Tensor]]:
@@ -295,9 +305,9 @@ class ProductCounter(TorchDispatchMode):
             isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata == self._last[0] for leaf in tree_leaves(args)
         ):
             self._last = (0, 0)
-        attention = any(name in str(function) for name in ATTENTION)
-        if attention or function in PRODUCTS:
-            self.arguments += sum(self._new(tensor) for tensor in (args[:3] if attention else args[-2:-1]))
+        is_attention = any(name in str(function) for name in ATTENTION)
+        if is_attention or function in PRODUCTS:
+            self.arguments += sum(self._new(tensor) for tensor in (args[:3] if is_attention else args[-2:-1]))
             made = sum(self._new(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
             self.results += made
             self._last = (out.untyped_storage()._cdata, made) if function in PRODUCTS else (0, 0)
