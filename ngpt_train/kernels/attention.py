@@ -36,7 +36,7 @@ from ngpt_train.core.log import called_at_tracing, say_once
 from ngpt_train.kernels import dispatch, flash
 from ngpt_train.kernels.dropout import dropout
 from ngpt_train.kernels.flash import Flash, NoKernel, Varlen
-from ngpt_train.kernels.norm import at_least_fp32
+from ngpt_train.kernels.norm import at_least_fp32, on_cpu
 
 CHOICES = ("auto", "sdpa", "flash_attn", "flex")
 LARGEST_VARLEN_HEAD = 192  # larger heads have no backward pass on some GPUs
@@ -143,7 +143,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tens
 
 def is_faster_in_fp32(q: Tensor, k: Tensor) -> bool:
     """Whether `_SmallHeads` takes q and k, `(B, H, T, D)`, and a backward pass will follow."""
-    is_small = dispatch.on_cpu(q) and q.dtype == torch.bfloat16 and q.shape[-1] < LARGE_HEAD
+    is_small = on_cpu(q) and q.dtype == torch.bfloat16 and q.shape[-1] < LARGE_HEAD
     return is_small and q.shape[1] == k.shape[1] and torch.is_grad_enabled() and q.requires_grad
 
 

@@ -174,11 +174,6 @@ def runs_on_triton(operation: str, *tensors: Tensor, unsupported: str | None = N
     return unsupported is None
 
 
-def on_cpu(x: Tensor) -> bool:
-    """True on a CPU, and without memory, where `plan` counts what a pass holds on a CPU."""
-    return x.device.type in ("cpu", "meta")
-
-
 def say_without_kernel(operation: str, option: str, x: Tensor) -> None:
     """Says once that a formula replaces `operation`, whose Triton kernel would run on x without `option`."""
     runs_on_triton(operation, x, unsupported=option)

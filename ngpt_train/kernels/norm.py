@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ngpt_train.core.constants import Constraint
-from ngpt_train.kernels.dispatch import on_cpu
 
 # A shorter vector is divided by this length, so that Norm(0) = 0 and its gradient is finite.
 SHORTEST = 1e-12
@@ -47,6 +46,11 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x in dtype, without a cast to the same dtype: it returns its input, and for such an operation torch 2.11 compiles
     no gradient by hand."""
     return x if x.dtype == dtype else x.to(dtype)
+
+
+def on_cpu(x: Tensor) -> bool:
+    """True on a CPU, and without memory, where `plan` counts what a pass holds on a CPU."""
+    return x.device.type in ("cpu", "meta")
 
 
 def rms_norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:

@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ngpt_train.kernels.dispatch import on_cpu, operation, runs_on_triton
-from ngpt_train.kernels.norm import at_least_fp32
+from ngpt_train.kernels.dispatch import operation, runs_on_triton
+from ngpt_train.kernels.norm import at_least_fp32, on_cpu
 
 
 @operation("swiglu")
