@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.distributed.recomputation import ATTENTION, PRODUCTS, checkpoint_blocks
-from ngpt_train.kernels import attention, dispatch
+from ngpt_train.kernels import dispatch
 from ngpt_train.models import build_model
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.rank_rows import local_rows
@@ -217,7 +217,7 @@ def as_on_gpu(kernels: bool) -> Iterator[None]:
     """Inside, a pass on a CPU keeps the same tensors as on a GPU: if `kernels` and the package triton is there, for
     Triton's kernels, which do not run on tensors without memory."""
     choice = "triton" if kernels and importlib.util.find_spec("triton") else "torch"
-    with patch.object(dispatch, "_choice", choice), patch.object(attention, "LARGE_HEAD", 0):
+    with patch.object(dispatch, "_choice", choice):
         yield
 
 
