@@ -150,7 +150,7 @@ def count_pass(
     """
 
     def count(few: ModelConfig) -> list[float]:
-        with without_memory(), as_on_gpu(kernels) if on_gpu else nullcontext():
+        with on_meta(), as_on_gpu(kernels) if on_gpu else nullcontext():
             model, inputs, seeds = prepared(few, dtype, rows)
             checkpoint_blocks(model.blocks(), recompute)
             counter = MemoryCounter()
@@ -181,7 +181,7 @@ def count_products(shape: ModelConfig, dtype: torch.dtype, rows: int) -> Product
     """The memory of products and attention in a forward pass over `rows` rows."""
 
     def count(few: ModelConfig) -> list[float]:
-        with without_memory():
+        with on_meta():
             model, inputs, seeds = prepared(few, dtype, rows)
             counter = ProductCounter(rows)
             for block in model.blocks():
@@ -222,7 +222,7 @@ def as_on_gpu(kernels: bool) -> Iterator[None]:
 
 
 @contextmanager
-def without_memory() -> Iterator[None]:
+def on_meta() -> Iterator[None]:
     """Inside, tensors have no memory, and attention is torch's kernel for CPUs, which keeps what those for GPUs keep;
     for tensors without memory torch would write the formula out."""
     with torch.device("meta"), patch.object(F, "scaled_dot_product_attention", cpu_attention):
