@@ -232,6 +232,7 @@ def on_meta() -> Iterator[None]:
 def cpu_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float, enable_gqa: bool
 ) -> Tensor:
+    """Without memory, q, k and v `(B, H, T, D)`, what scaled_dot_product_attention does on a CPU."""
     if mask is not None:
         mask = torch.empty_like(mask, dtype=q.dtype)  # a boolean mask is added as 0 and -inf
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
