@@ -3,6 +3,7 @@
 import logging
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 
 # The models here are tiny: a second thread gains nothing, and where the machine is busy the threads of one process,
@@ -35,6 +36,20 @@ def pytest_xdist_auto_num_workers() -> int:
     """`-n auto`: one more than there are cores, because tests of processes wait for them; at most 8, because each holds
     torch and a fork server, some 1 GB."""
     return min(8, 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`@pytest.mark.sampled(n)`: the first case of a test and every n-th after it are fast, the others slow."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        if marker is None or any(map(item.get_closest_marker, ("slow", "exhaustive"))):
+            continue
+        test = item.nodeid.partition("[")[0]
+        if seen[test] % marker.args[0]:
+            item.add_marker(pytest.mark.slow)
+        seen[test] += 1
 
 
 @pytest.fixture(autouse=True)

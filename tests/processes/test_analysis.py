@@ -47,6 +47,7 @@ def weights(trained: Path, run: str, step: int = 12) -> dict[str, np.ndarray]:
     return load_file(file)
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_the_checkpoints(trained: Path) -> None:
     """Caught: another run's weights; stored in the place of effective; a record of another step; average as one."""
     content = analysis(trained, "analyze.figures=[ngpt_6,powernorm_6,normformer_3,ngpt_6_live]", "analyze.rows=8")

@@ -32,6 +32,7 @@ def check_all_complete(directory: Path) -> None:
         verify(path, World(0, 1, 0, None))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_killed_in_a_save(tmp_path: Path, corpus: Path, uninterrupted: Path) -> None:
     """At every point: with two ranks, below. Caught: half a checkpoint under a good name."""
     given = arguments(tmp_path, corpus, "checkpoint.keep_last=1", "checkpoint.async=true")

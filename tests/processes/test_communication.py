@@ -115,7 +115,9 @@ def of_all(parallel: str) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(kind, marks=[] if kind == "fsdp" else pytest.mark.slow) for kind in LAYOUTS]
+)
 def layout(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     """What every rank reports, which must be the same."""
     reports = on_ranks(of_all, LAYOUTS[request.param], request.param)

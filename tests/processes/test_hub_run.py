@@ -54,6 +54,7 @@ def test_killed_while_the_server_fails(hub: Hub, text: Path, tmp_path: Path) -> 
     assert len(fetched) <= len(hub.files) + 3, "a shard was fetched by two processes"
 
 
+@pytest.mark.slow
 def test_a_mixture_goes_on_with_its_commits(hub: Hub, text: Path, tmp_path: Path) -> None:
     """Also where the hub cannot be asked. Caught: a branch that is resolved again, and other text with it."""
     given = on_hub(tmp_path, "data=mixture", f"data.mixture=web 2 hf someone/pages@main; here 1 local {text}")

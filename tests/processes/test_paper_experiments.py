@@ -70,6 +70,7 @@ def test_plan_is_a_command(row: str, parameters: str) -> None:
     assert re.search(rf"^  total +{parameters}$", planned.stdout, re.MULTILINE)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("row", SAMPLE)
 def test_three_steps_and_a_resume(row: str, tmp_path: Path, corpus: Path) -> None:
     """Caught: options of a row that a checkpoint does not keep, a row that only its own scale can run."""

@@ -108,7 +108,7 @@ def contract() -> list[Any]:
         axes = {mark.args[0]: mark.args[1] for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"}
         if axes.pop("name", None) is not ARCHITECTURES:
             continue
-        marks = [mark for mark in test.pytestmark if mark.name != "parametrize"]
+        marks = [mark for mark in test.pytestmark if mark.name not in ("parametrize", "sampled")]
         for values in itertools.product(*axes.values()):
             given: dict[str, Any] = {}
             for names, value in zip(axes, values, strict=True):

@@ -57,6 +57,7 @@ def source(kind: str, directory: Path) -> list[str]:
     return [f"data.path={text}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [

@@ -66,6 +66,7 @@ def output_of(process: subprocess.Popen[str], workers: list[int], seconds: float
         raise
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_on_other_ranks(tmp_path: Path, text: Path, whole: Path) -> None:
     """kill -9 between checkpoints on two ranks with two workers each; then one rank that tokenizes itself."""
     parts = runs.arguments(tmp_path / "parts", text, *STREAMED, "train.steps=24", "checkpoint.every=5")

@@ -96,6 +96,7 @@ def single() -> dict[str, Any]:
     return all_runs("single")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("parallel", "n_ranks"), [("ddp", 2), ("fsdp", 2), pytest.param("hsdp", 4, marks=pytest.mark.slow)]
 )

@@ -80,6 +80,7 @@ def single(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[str, 
     return stored(directory, 4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_moving_average_on_two_ranks(
     single: dict[str, dict[str, Tensor]], parallel: str, tmp_path: Path, corpus: Path

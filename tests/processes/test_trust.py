@@ -91,7 +91,7 @@ def test_a_config_names_neither_code_nor_places(theirs: Path, trained: Path, tmp
     assert_nothing_of_theirs(tmp_path)
 
 
-@pytest.mark.parametrize("verb", ["audit", "evaluate", "probe", "analyze"])
+@pytest.mark.parametrize("verb", [pytest.param("audit", marks=pytest.mark.slow), "evaluate", "probe", "analyze"])
 def test_a_text_is_read_once_it_is_named(
     theirs: Path, trained: Path, tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,6 +42,7 @@ OF_1_3B |= {"psi_warmup_steps": 0, "group_scaling": 0}
 PRE = {"attn_norm_placement": None, "ffn_norm": "none", "head_scale": "none"}
 
 
+@pytest.mark.sampled(3)
 @architectures
 @pytest.mark.parametrize(("d_model", "vocab_size"), [(128, 1009), (512, 2048)])
 def test_initial_loss(name: str, d_model: int, vocab_size: int) -> None:
@@ -112,6 +113,7 @@ def test_later_tokens_do_not_matter(name: str, size: Size) -> None:
             assert change.min() > 1e-9, f"token {place} is not seen by every position from it on"
 
 
+@pytest.mark.sampled(6)
 @architectures
 def test_one_batch_can_be_overfitted(name: str) -> None:
     """Caught: a block that leaves out what its attention finds, in an encoder-decoder its attention to the source."""

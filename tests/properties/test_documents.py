@@ -49,6 +49,7 @@ def gradients(model: Decoder, *batches: tuple[Tensor | None, ...]) -> dict[str, 
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("size", "kind"), [(SMALL, "mask"), (GROUPED, "varlen")], ids=["small-mask", "grouped-varlen"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_documents_are_alone(name: str, size: Size, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,7 @@ def run(name: str, kind: str, options: list[str]) -> tuple[TrainState, list[tupl
     return state, found, products.n
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "dropout"), [*((name, name not in WITHOUT_DROPOUT) for name in NAMES), ("ngpt", True)]
 )

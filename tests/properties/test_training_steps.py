@@ -44,6 +44,7 @@ def reference_run(
     return train(forward, PROJECTIONS[name] if projected else lambda _: None, weights, batches, RECIPES[name])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("accumulation", "dtype"), [(1, torch.float32), (2, torch.float64)])
 @pytest.mark.parametrize("name", RECIPES)
 def test_thirty_steps(name: str, accumulation: int, dtype: torch.dtype) -> None:
@@ -119,6 +120,7 @@ def test_thirty_steps_of_nugpt() -> None:
     assert expected[-1][0] < 0.95 * expected[0][0]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "steps"),
     [

@@ -82,6 +82,7 @@ SAID_BY_ROWS = ("engpt", "ptb_3l", "wikitext103_6l", "wikitext103_16l", "iwslt14
 PUBLISHED = ("125m", "355m", "0.5b", "1b", "1.3b", "2.7b", "gpt3_125m", "gpt3_355m", "tnt", "tnt_baseline")
 
 
+@pytest.mark.slow
 def test_every_packaged_option_composes() -> None:
     # Sizes of one paper, for which the other recipes have no learning rate.
     owners = {"tnt": "ntransformer", "tnt_baseline": "gpt_encoder_decoder"}

@@ -24,6 +24,7 @@ def text(tmp_path: Path) -> Path:
     return write_parquet_shards(tmp_path / "text", SHARDS)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("pack", "workers"), [("concat", 1), ("best_fit", 0)])
 def test_ranks_that_do_not_divide_the_streams(text: Path, pack: str, workers: int) -> None:
     """Caught: a rank that skips too little or too much after a resume; the cursor of a rank that is behind, or the

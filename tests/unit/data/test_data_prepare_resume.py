@@ -174,6 +174,7 @@ def cut_line(cfg: Config) -> None:
     journal.write_text(journal.read_text()[:-20])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("change", "used"),
     [

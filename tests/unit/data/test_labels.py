@@ -206,6 +206,7 @@ def test_what_is_taken_over(tmp_path: Path) -> None:
     torch.testing.assert_close(after["output"].norm(dim=1), torch.ones(3))
 
 
+@pytest.mark.slow
 def test_a_study_fine_tunes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Caught: an arm with another model than its run's, a step whose cost cannot be measured for labels."""
     text = write_corpus(tmp_path / "text.txt")

@@ -65,6 +65,7 @@ def playing(monkeypatch: pytest.MonkeyPatch, by_name: dict[str, Finding]) -> lis
     return seen
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "documents"),
     [("ngpt", False), ("ngpt", True), ("gpt", True), ("composed", False), ("normformer", False), ("powernorm", True)],
@@ -93,6 +94,7 @@ def test_fp32_is_that_of_a_gpu(tmp_path: Path) -> None:
     assert [call["scaled"] for call in calls if call.kernel == "swiglu"] == [True]
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_off_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Caught: a kernel that runs although it is off, another loss than without it, another kernel that is off too."""
     rows = torch.arange(6).view(2, 3)

@@ -65,6 +65,7 @@ def test_what_is_drawn(options: dict[str, float], kept: list[int]) -> None:
     torch.testing.assert_close(drawn[kept], expected, rtol=0, atol=0.03)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("encoder", [False, True])
 @pytest.mark.parametrize("options", [{}, {"top_k": 20, "top_p": 0.9}, {"temperature": 0.0}], ids=["all", "few", "one"])
 def test_a_seed_gives_the_text_that_it_gave(encoder: bool, options: dict[str, float]) -> None:

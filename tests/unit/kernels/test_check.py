@@ -54,6 +54,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [*CALLS, *OTHERS])
 def test_what_is_right(name: str) -> None:
     """Caught: a formula, an option or a tolerance that is not the kernel's, so that all runs go without it."""
@@ -231,6 +232,7 @@ def broken_copy(directory: Path, changes: dict[str, tuple[str, str]]) -> SimpleN
 REQUEST = Request("cpu", "float32", "auto", 4, compiled=False, times=False)
 
 
+@pytest.mark.slow
 def test_a_process_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Caught: a crash that ends the trainer, or takes the blame to another kernel; the rest is not checked then."""
     dies = ("    n_rows, n_vocab = logits.shape\n", "    import os\n    os.kill(os.getpid(), 11)\n")

@@ -112,6 +112,7 @@ def test_formula_is_torchs_cross_entropy(scaled: bool, z_loss: float, smoothing:
     assert all(error(one, other) < 1e-12 for one, other in zip(*gradients, strict=True))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("dtype", "scaled", "z_loss", "smoothing"),
     [(torch.float32, True, 0.0, 0.0), (torch.float32, True, 0.02, 0.1), (torch.bfloat16, False, 0.02, 0.1)],

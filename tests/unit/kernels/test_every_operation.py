@@ -58,6 +58,7 @@ def results(run: Run, given: list[Tensor]) -> list[Tensor]:
     return [*out, *torch.autograd.grad(out, given, [torch.randn_like(y) for y in out])]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", SCALED)
 def test_compiled_and_recomputed(kernels: str, name: str) -> None:
     """Caught: a graph break, a fake kernel of another shape, activations kept beside autograd's saved tensors."""
@@ -101,6 +102,7 @@ def test_fp64_is_computed_in_fp64(name: str) -> None:
     assert {one.dtype for one in found} == {torch.float64}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ALL)
 def test_operators_are_registered_as_torch_asks(name: str) -> None:
     """Caught: a schema or a fake kernel that differs from the operator, and an output that is an input."""

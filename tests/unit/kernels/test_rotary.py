@@ -107,6 +107,7 @@ def compare(
         assert error(found[1], right[1]) <= TOLERANCE[scale.dtype]
 
 
+@pytest.mark.sampled(5)
 @pairs_first(case=CASES, normalized=[False, True], interleaved=[False, True], dtype=[torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("kernels", "poison")
 def test_matches_fp64(case: Case, interleaved: bool, normalized: bool, dtype: torch.dtype) -> None:

@@ -81,6 +81,7 @@ def furthest(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(((actual[key] - x).norm() / x.norm().clamp(min=1e-30)).item() for key, x in expected.items())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("run", RUNS)
 def test_trains_as_torch(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Caught: rows divided where the architecture does not, or twice; vectors left out; no decay, or decay of all."""
@@ -165,6 +166,7 @@ def test_a_bad_gradient_moves_nothing(run: str, before: int, bad: float) -> None
     assert {int(x) for x in moments} == {before + 1}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("run", "first", "then"), [("ngpt", "torch", "triton"), ("gpt", "triton", "torch"), ("ngpt", "triton", "triton")]
 )

@@ -25,6 +25,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.slow
 def test_a_step_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caught: a name that leaves out nothing, or another kernel too; Adam's moments lost."""
     monkeypatch.setitem(paper_steps.SIZES, "debug", (16, 1, 1, 32, 48))  # the interpreter is slow

@@ -322,6 +322,7 @@ def test_gradients_are_those_of_a_cast() -> None:
         assert (ours.dtype, ours.stride()) == (plain.dtype, plain.stride())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_one_graph_for_all_blocks(recompute: str) -> None:
     """Caught: compiled blocks that take no copies in, or for whose copies the compiler compiles again in each block or

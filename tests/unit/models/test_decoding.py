@@ -58,6 +58,7 @@ def greedily(model: Decoder, prompts: list[Tensor], n: int, compiled: bool = Fal
         logits = reader.next(dict(enumerate(tokens.tolist())))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "size"),
     [

@@ -51,6 +51,7 @@ def test_the_papers_at_their_scales(name: str) -> None:
     assert not any(model.measured_starts(scale) for scale in ("125m", "0.5b", "1b"))
 
 
+@pytest.mark.slow
 def test_papers_rows_keep_the_papers() -> None:
     """Whatever the recipes' tables have for small scales; a row of each table."""
     for name in {name.rpartition("/")[0]: name for name in list_experiments() if name.startswith("paper/")}.values():

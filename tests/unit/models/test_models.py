@@ -46,6 +46,7 @@ def test_logits_loss_and_gradients(name: str, case: str, dtype: torch.dtype, pac
     check(ARCHITECTURES[name], case, dtype, packed)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", ["usual", "grouped queries"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_options(name: str, case: str) -> None:

@@ -139,6 +139,7 @@ class ByReference:
         return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("norm", "warmup", "groups"),
     [

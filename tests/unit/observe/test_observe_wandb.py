@@ -177,6 +177,7 @@ def test_an_alarm_reaches_people(tmp_path: Path, fake: Path) -> None:
     assert events(fake, "finish")[0]["summary"]["end"] == "done"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("behaviour", "said"),
     [

@@ -334,6 +334,7 @@ def test_attention_where_a_varlen_kernel_runs(monkeypatch: pytest.MonkeyPatch) -
 DROPOUT = [f"model.{kind}_dropout=0.3" for kind in ("embedding", "residual", "attention")]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "options"), [*((name, []) for name in NAMES), ("gpt", DROPOUT)])
 def test_training_is_the_same_bit_for_bit(name: str, options: list[str]) -> None:
     """Caught: a pass in training mode, which moves running statistics, and whatever else it leaves behind."""

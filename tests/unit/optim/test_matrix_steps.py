@@ -129,6 +129,7 @@ def test_adams_direction_at_the_first_step() -> None:
     torch.testing.assert_close(u, g.sign())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["adamh", "muonh"])
 def test_hyperball_keeps_the_lengths_of_matrices_in_fp32(name: str) -> None:
     """Of each matrix by itself, to 1e-5 after 200 steps. Caught: fused matrices as one; an embedding that is held."""

@@ -100,6 +100,7 @@ def test_what_fits_nowhere_is_refused() -> None:
         choose(of("plan.device=a100_40gb", "train.device=cpu"))
 
 
+@pytest.mark.slow
 def test_hardware_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each composes, gives way to the command line, and is in the list. Caught: a file nobody chooses; a layout that
     another scale takes without a word; one that a scale built upon its own is warned of."""

@@ -75,6 +75,7 @@ def arguments_of_blocks(
     return given
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("model", "recompute"),
     [

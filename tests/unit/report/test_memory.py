@@ -62,6 +62,7 @@ EXHAUSTIVE = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("model", "layout", "recompute", "precision", "micro_batches"),
     [*FAST, *(pytest.param(*cell, marks=pytest.mark.exhaustive) for cell in EXHAUSTIVE if cell not in FAST)],
@@ -88,6 +89,7 @@ ALL_EXCHANGES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("model", "layout", "recompute", "precision", "gather", "scatter", "micro_batches"),
     [

@@ -21,6 +21,7 @@ from tests.unit.study.small_study import YAML, leave, options, study_of
 PACKAGED = [name for name in Files().options["study"] if name != "null"]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", PACKAGED)
 def test_every_packaged_study_composes(name: str) -> None:
     """Caught: an arm of a packaged study whose model lacks a key; a baseline that is no arm."""

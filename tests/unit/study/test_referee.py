@@ -89,6 +89,7 @@ def first_arm(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
     return arms(tmp_path_factory.mktemp("arms"), NGPT, NGPT)["first"]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("key", KEYS, ids=lambda key: key.name)
 def test_a_difference_in_any_key_is_named(key: Key, first_arm: list[Run], tmp_path: Path) -> None:
     """Caught: a key that nobody thought of; a confound that counts as the recipe's; values without their arms."""

@@ -299,6 +299,7 @@ def check_landscape(number: int) -> None:
             assert n_of_line == of.max_points, "given up too early"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("number", range(60))
 def test_the_search_ends_whatever_the_losses(number: int) -> None:
     """Caught: endless searches; points that depend on the order; a best point without its seeds; giving up."""

@@ -71,6 +71,7 @@ def test_a_power_of_two_changes_no_bit(name: str, monkeypatch: pytest.MonkeyPatc
     assert_same_bits(bits(scaled), bits(plain))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_fp16_trains_as_fp32(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses of 12 steps to 1e-3: fp16 rounds to 5e-4. Caught: half precision where fp32 is promised, as in a norm's

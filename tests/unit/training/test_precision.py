@@ -124,6 +124,7 @@ def assert_near(near: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
         assert (near[key] - x).norm() < 5e-2 * x.norm().clamp(min=1e-3 * largest), key
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_bf16_is_near_fp32(name: str) -> None:
     """The same weights: logits to 1 %, each gradient to 5 % of its norm. Caught: a hidden state of fp8."""

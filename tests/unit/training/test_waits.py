@@ -54,6 +54,7 @@ OPTIONS = [("torch", 0.0), ("torch", 1e-2), ("triton", 1e-2)]
 INTERPRETED = {"gpt": [], "ntransformer": [pytest.mark.slow]}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "kernels", "z_loss"),
     [
