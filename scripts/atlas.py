@@ -28,9 +28,10 @@ scripts/atlas.py` from [atlas.yaml](atlas.yaml) and the studies' `report.json`.
 - *Tokens*: the baseline's tokens for the same loss over the arm's.
 - A baseline is as its study tuned it. With its head and embedding tuned, GPT with AdamW ends 0.09 lower than in
   `optimizers` ([third arms](studies/README.md#third-arms)), and fully tuned 0.19 lower than in `gpt_vs_ngpt`
-  ([fully tuned](studies/README.md#fully-tuned-arms)), with keys of the largest budget 0.25 lower.
-- `NAME/fresh_seeds` repeats the two best points of a study with eight other seeds. Where both are here, it
-  is what we conclude. `NAME/against_BASELINE` is NAME against the baseline of the claim.
+  ([fully tuned](studies/README.md#fully-tuned-arms)), with keys of the largest budget 0.27 lower.
+- `NAME/fresh_seeds` repeats a point of each arm of a study with eight other seeds: the best, of `other_text`
+  the best before its last lists. Where both are here, it is what we conclude. `NAME/against_BASELINE` is NAME
+  against the baseline of the claim.
 - Options of which nobody claims a gain have no row: `model.constraint=ball`, tied embeddings of nGPT, a soft cap of
   GPT's logits.
 - nuGPT and HyperP claim rates that carry over; [how theirs drift over depth](studies/README.md#rules-for-depth) is not
